@@ -1,0 +1,1 @@
+"""The pipeline's steps, the loop's roles, and what the roles share."""

@@ -1,0 +1,116 @@
+"""Geometry of a Qwen3-MoE checkpoint: read from its config.json, told as the tensors it must hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from configs.failure import BadData
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+MODEL_TYPE = "qwen3_moe"
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """What config.json says of the model's shape, under transformers' names (Qwen3MoeConfig)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    max_position_embeddings: int
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    eos_token_id: int | list[int] | None = None
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Tokens that end a completion; empty when config.json names none."""
+        ids = self.eos_token_id
+        return [] if ids is None else [ids] if isinstance(ids, int) else ids
+
+    def tensors(self) -> Iterator[tuple[str, list[int]]]:
+        """Name and shape of every tensor of the checkpoint."""
+        hidden = self.hidden_size
+        yield "model.embed_tokens.weight", [self.vocab_size, hidden]
+        yield "model.norm.weight", [hidden]
+        if not self.tie_word_embeddings:
+            yield "lm_head.weight", [self.vocab_size, hidden]
+        for layer in range(self.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            yield f"{prefix}input_layernorm.weight", [hidden]
+            yield f"{prefix}post_attention_layernorm.weight", [hidden]
+            for name, shape in (*self._attention(), *self._mlp(layer)):
+                yield prefix + name, shape
+
+    def _attention(self) -> Iterator[tuple[str, list[int]]]:
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        rows = {"q": (queries, self.hidden_size), "k": (keys, self.hidden_size), "v": (keys, self.hidden_size)}
+        for part, (wide, deep) in {**rows, "o": (self.hidden_size, queries)}.items():
+            yield f"self_attn.{part}_proj.weight", [wide, deep]
+            if self.attention_bias:
+                yield f"self_attn.{part}_proj.bias", [wide]
+        yield "self_attn.q_norm.weight", [self.head_dim]
+        yield "self_attn.k_norm.weight", [self.head_dim]
+
+    def _mlp(self, layer: int) -> Iterator[tuple[str, list[int]]]:
+        hidden = self.hidden_size
+        if layer in (self.mlp_only_layers or []) or (layer + 1) % self.decoder_sparse_step:
+            parts = [("mlp.", self.intermediate_size)]
+        else:
+            yield "mlp.gate.weight", [self.num_experts, hidden]
+            parts = [(f"mlp.experts.{expert}.", self.moe_intermediate_size) for expert in range(self.num_experts)]
+        for prefix, wide in parts:
+            yield f"{prefix}gate_proj.weight", [wide, hidden]
+            yield f"{prefix}up_proj.weight", [wide, hidden]
+            yield f"{prefix}down_proj.weight", [hidden, wide]
+
+
+def read_geometry(file: Path, uri: str) -> Geometry:
+    """Read a checkpoint's config.json.
+
+    Args:
+        file: The local file.
+        uri: What to call it in a message.
+
+    Raises:
+        BadData: it is not JSON, names another architecture, or leaves a size out.
+    """
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        architectures, model_type = values.get("architectures") or [], values.get("model_type")
+    except (ValueError, AttributeError):
+        raise BadData(f"{uri}: is not a JSON object; give a folder that save_pretrained wrote") from None
+    if architectures != [ARCHITECTURE] or model_type != MODEL_TYPE:
+        named = ", ".join(map(str, architectures)) or "none"
+        raise BadData(
+            f"{uri}: architecture is {named} ({model_type}), but the loop trains {ARCHITECTURE} ({MODEL_TYPE});"
+            " give such a checkpoint"
+        )
+    if values.get("quantization_config"):
+        raise BadData(f"{uri}: the checkpoint is quantized, but the loop trains floats; give the unquantized one")
+    try:
+        # transformers 5 writes the older key under a new name.
+        geometry = msgspec.convert({"num_experts": values.get("num_local_experts"), **values}, Geometry)
+    except msgspec.ValidationError as error:
+        raise BadData(
+            f"{uri}: {str(error)[:1].lower()}{str(error)[1:]}; give a complete Qwen3-MoE config.json"
+        ) from None
+    sizes = [
+        size for name, size in msgspec.structs.asdict(geometry).items() if type(size) is int and name != "eos_token_id"
+    ]
+    if min(sizes) < 1:
+        raise BadData(f"{uri}: holds a size below 1; give a complete Qwen3-MoE config.json")
+    return geometry

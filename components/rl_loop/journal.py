@@ -1,0 +1,129 @@
+"""The loop's journal: every event to a file, every metric to MLflow."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from components.experience.experience import Experience
+from components.rl_loop.figures import Figures
+from components.storage.layout import RunLayout
+from components.tracking.run import Tracker
+from configs.failure import ServiceGone
+
+FLUSH_S = 2.0
+"""Seconds between batches to MLflow."""
+
+Metric = tuple[str, float, int, float]
+"""Name, value, step, time (s since the epoch)."""
+
+
+class Journal:
+    """Collects the roles' events from Redis.
+
+    Attributes:
+        version: Newest version trained.
+        figures: The loop's totals, those of earlier executions of the same run included.
+    """
+
+    def __init__(self, layout: RunLayout, experience: Experience, tracker: Tracker) -> None:
+        self.experience = experience
+        self.tracker = tracker
+        self.run = layout.config.name
+        self.sample_rows = layout.config.tracking.sample_rows
+        self.version = 0
+        self.figures = Figures()
+        if layout.events.exists():
+            for line in layout.events.read_bytes().splitlines():
+                self._recall(line)
+        self._file = open(layout.events, "a", buffering=1, encoding="utf-8")
+        self._metrics: list[Metric] = []
+        self._samples: list[dict[str, Any]] = []
+        self._flushed = time.monotonic()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
+        self._sending: Future[None] | None = None
+
+    def collect(self) -> None:
+        """Move the events that have arrived into the file, and their metrics towards MLflow."""
+        while events := self.experience.drain_events():
+            for line in events:
+                self._file.write(line.decode() + "\n")
+                self._take(json.loads(line))
+        if time.monotonic() - self._flushed > FLUSH_S and (self._sending is None or self._sending.done()):
+            self._flush()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Add an event of the loop itself."""
+        record = {"time": time.time(), "run": self.run, "role": "rl_loop", "event": event, **fields}
+        self._file.write(json.dumps(record) + "\n")
+        self._take(record)
+
+    def close(self) -> None:
+        """Send what is left, samples included.
+
+        Raises:
+            ServiceGone: the tracking server does not take it.
+        """
+        self.collect()
+        if self._sending is not None:
+            self._sending.result(120)
+        self._flush()
+        if self._sending is not None:
+            self._sending.result(120)
+        if self._samples:
+            self.tracker.log_samples(self._samples, self.sample_rows)
+        self._sender.shutdown()
+        self._file.close()
+
+    def _recall(self, line: bytes) -> None:
+        """Count an event of an earlier execution; a killed loop's last line may be cut."""
+        try:
+            event = json.loads(line)
+        except ValueError:
+            return
+        self.figures.add(event)
+        if event["event"] == "step":
+            self.version = event["step"]
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.figures.add(event)
+        at, version = event["time"], event.get("version") or 0
+        if event["event"] == "step":
+            self.version = event["step"]
+            self._metrics += [(name, value, event["step"], at) for name, value in event["metrics"].items()]
+        elif event["event"] == "evaluation":
+            self._metrics.append(("eval/exact_match", event["exact_match"], version, at))
+        elif event["event"] == "span" and event["kind"] == "generate":
+            seconds = max(event["end"] - event["start"], 1e-6)
+            self._metrics.append(("perf/rollout_tokens_per_s", event["tokens"] / seconds, version, at))
+        elif event["event"] == "verified":
+            self._metrics.append(("perf/update_weights_time", event["seconds"], version, at))
+        elif event["event"] == "queue":
+            queue = {name: event[name] for name in ("running", "generated", "scored", "dropped")}
+            self._metrics += [
+                (f"async/groups_{name}", float(value), event["version"], at) for name, value in queue.items()
+            ]
+        elif event["event"] == "samples":
+            self._samples += [{"version": version, **row} for row in event["rows"]]
+
+    def _flush(self) -> None:
+        if self._sending is not None and self._sending.done() and (error := self._sending.exception()) is not None:
+            if not isinstance(error, ServiceGone):
+                raise error
+            # The run is worth more than its live curves: they stay in the events file, and the end tries again.
+            lost = {
+                "time": time.time(),
+                "run": self.run,
+                "role": "rl_loop",
+                "event": "tracking_gone",
+                "sentence": str(error),
+            }
+            self._file.write(json.dumps(lost) + "\n")
+        self._flushed = time.monotonic()
+        if self._metrics:
+            batch, self._metrics = self._metrics, []
+            self._sending = self._sender.submit(self.tracker.log_metrics, batch)
+        else:
+            self._sending = None

@@ -1,0 +1,168 @@
+"""Generates groups: holds a proven version of the policy, leases tickets, samples, hands in."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import xxhash
+from tokenizers import Tokenizer
+
+from components.experience.experience import Target, Ticket
+from components.experience.group import Group, Sample
+from components.reward.verifiers import Completion, load_verifier
+from components.role import Role, run_role
+from components.rollout.prompts import PromptOrder
+from components.rollout.torch_engine import Generation, TorchEngine
+from components.rollout.torch_policy import Geometry, TorchPolicy
+from components.stage_data.rows import Row
+from components.stage_data.split import read_split
+from components.weights.policy import policy_tokenizer
+from components.weights.store import WeightsStore, digest_of, fingerprint
+from configs.failure import BadData, Failure
+
+IDLE_S = 0.01
+"""Seconds between looks for work when the staleness bound leaves none."""
+
+
+class Worker:
+    """One rollout process."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        config = role.config
+        start = role.layout.scratch / "start"
+        self.tokenizer: Tokenizer = policy_tokenizer(start)
+        self.engine = TorchEngine(TorchPolicy.empty(Geometry.from_folder(start)))
+        self.store = WeightsStore(role.layout.weights)
+        data = (role.layout.scratch / "data_uri").read_text()
+        self.order = PromptOrder(read_split(data, "train", config.storage), config.seed)
+        self.held_out = read_split(data, "eval", config.storage)[: config.evaluate.rows]
+        self.verify = load_verifier(config.reward)
+        self.held = Target(-1, "")
+        self.evaluated = -1
+        self.first = role.worker.endswith("-0")
+
+    def run(self) -> None:
+        """Work until told to leave."""
+        role = self.role
+        try:
+            while True:
+                role.check_leaving()
+                if not self._hold_target():
+                    role.pause(IDLE_S)
+                    continue
+                self._evaluate_when_due()
+                tickets = role.experience.lease(role.worker, self.held, role.config.rollout.groups_per_call)
+                if tickets:
+                    self._generate(tickets)
+                else:
+                    role.pause(IDLE_S)
+        finally:
+            role.experience.hand_back(role.worker)
+
+    def _hold_target(self) -> bool:
+        """Load the target version if another is held, and wait until broadcast has verified it."""
+        experience = self.role.experience
+        target = experience.target()
+        if target is None:
+            return False
+        if target == self.held:
+            return True
+        start = time.time()
+        try:
+            self.engine.policy.load(self.store.load(target.version), str(self.store.path(target.version)))
+        except BadData:
+            if experience.target() != target:
+                return False  # pruned while it was read: a newer target is there
+            raise
+        held = Target(target.version, digest_of(fingerprint(self.engine.policy.tensors)))
+        experience.report(self.role.worker, held, time.time() - start)
+        self.held = held
+        self._await_verdict(held)
+        self.role.emit("span", held.version, kind="load", start=start, end=time.time())
+        return True
+
+    def _await_verdict(self, held: Target) -> None:
+        experience, limit = self.role.experience, self.role.config.weights.verify_timeout_s
+        end = time.monotonic() + limit
+        while experience.verified(self.role.worker) != held:
+            self.role.check_leaving()
+            if reason := experience.quarantined(self.role.worker):
+                raise Failure(f"quarantined: {reason}")
+            if time.monotonic() > end:
+                raise Failure(f"broadcast did not verify version {held.version} within {limit:.0f} s")
+            time.sleep(0.002)
+
+    def _generate(self, tickets: list[Ticket]) -> None:
+        config, role = self.role.config, self.role
+        rows = [self.order.row(ticket.group) for ticket in tickets]
+        prompts = [self.tokenizer.encode(row.prompt).ids for row in rows]
+        with role.span("generate", self.held.version, groups=len(tickets)) as span:
+            generation = self.engine.generate(
+                prompts,
+                group_size=config.rollout.group_size,
+                max_new_tokens=config.rollout.max_new_tokens,
+                temperature=config.rollout.temperature,
+                seed=_seed(config.seed, self.held.version, tickets),
+            )
+            span["tokens"] = int(generation.lengths.sum())
+        groups = [
+            self._group(*item, generation, number)
+            for number, item in enumerate(zip(tickets, rows, prompts, strict=True))
+        ]
+        role.experience.hand_in(list(zip(tickets, groups, strict=True)))
+
+    def _group(self, ticket: Ticket, row: Row, prompt: list[int], generation: Generation, number: int) -> Group:
+        size = self.role.config.rollout.group_size
+        samples = []
+        for index in range(number * size, (number + 1) * size):
+            length = int(generation.lengths[index])
+            samples.append(
+                Sample.of(
+                    generation.tokens[index, :length],
+                    generation.logprobs[index, :length],
+                    self.held.version,
+                    "stop" if generation.finished[index] else "length",
+                )
+            )
+        return Group(ticket.group, row.id, _int32(prompt), row.answer, samples)
+
+    def _evaluate_when_due(self) -> None:
+        """Greedy exact match on the held-out prompts, every so many versions, by the first worker."""
+        every, version = self.role.config.evaluate.every, self.held.version
+        if not self.first or version // every == self.evaluated // every:
+            return
+        self.evaluated = version
+        with self.role.span("evaluate", version):
+            prompts = [self.tokenizer.encode(row.prompt).ids for row in self.held_out]
+            generation = self.engine.generate(
+                prompts, max_new_tokens=self.role.config.rollout.max_new_tokens, greedy=True
+            )
+            scores = []
+            for number, row in enumerate(self.held_out):
+                text = self.tokenizer.decode(generation.tokens[number, : generation.lengths[number]].tolist())
+                done = bool(generation.finished[number])
+                scores += self.verify([Completion(text, "stop" if done else "length")], row.answer)
+        self.role.emit("evaluation", version, exact_match=sum(scores) / len(scores), rows=len(scores))
+
+
+def _seed(seed: int, version: int, tickets: list[Ticket]) -> int:
+    """A sampling seed that repeats for the same groups and version."""
+    groups = ",".join(str(ticket.group) for ticket in tickets)
+    return xxhash.xxh3_64_intdigest(f"{seed}/{version}/{groups}".encode()) & (2**63 - 1)
+
+
+def _int32(ids: list[int]) -> bytes:
+    return torch.tensor(ids, dtype=torch.int32).numpy().astype("<i4").tobytes()
+
+
+def rollout(role: Role) -> None:
+    """Generate groups until told to leave."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    Worker(role).run()
+
+
+if __name__ == "__main__":
+    run_role("rollout", rollout)

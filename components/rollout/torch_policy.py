@@ -1,0 +1,244 @@
+"""Qwen3-MoE's forward pass in plain torch over a policy's own parameters, with a key-value cache.
+
+It holds no copy of the weights when made from a transformers model, and needs no transformers when made from a folder
+(importing it costs a CPU process more than loading the tiny model does). Log-probabilities agree with the transformers
+forward to float32 rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+
+from components.weights.policy import ARCHITECTURE, checkpoint_views
+from configs.failure import BadData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values a layer, each [N, kv heads, columns, head_dim]."""
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """Sizes of a Qwen3-MoE, named as in its config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    norm_topk_prob: bool = True
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Geometry:
+        """Read config.json.
+
+        Raises:
+            BadData: another architecture, or a variant this forward pass does not compute.
+        """
+        file = folder / "config.json"
+        try:
+            values = json.loads(file.read_text())
+            geometry = cls.from_config(values)
+        except (OSError, ValueError, msgspec.ValidationError) as error:
+            raise BadData(f"{file}: is not the configuration of a {ARCHITECTURE} ({error})") from None
+        if values.get("architectures") != [ARCHITECTURE]:
+            raise BadData(
+                f"{file}: architecture is {values.get('architectures')}; the torch engine knows {ARCHITECTURE}"
+            )
+        if geometry.rope_parameters.get("rope_type", "default") != "default":
+            raise BadData(
+                f"{file}: rope_type {geometry.rope_parameters['rope_type']}; the torch engine knows 'default'"
+            )
+        return geometry
+
+    @classmethod
+    def from_config(cls, values: dict[str, Any]) -> Geometry:
+        """From a config.json of transformers 4 (`num_experts`, `rope_theta`) or 5 (`num_local_experts`, `rope_parameters`)."""
+        experts = values.get("num_experts", values.get("num_local_experts"))
+        rope = values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", 10000.0)}
+        return msgspec.convert({**values, "num_experts": experts, "rope_parameters": rope}, cls, strict=False)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every in-memory parameter, experts stacked."""
+        hidden, head = self.hidden_size, self.head_dim
+        queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
+        experts, inner = self.num_experts, self.moe_intermediate_size
+        layer = {
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "self_attn.q_norm.weight": (head,),
+            "self_attn.k_norm.weight": (head,),
+            "mlp.experts.gate_up_proj": (experts, 2 * inner, hidden),
+            "mlp.experts.down_proj": (experts, hidden, inner),
+            "mlp.gate.weight": (experts, hidden),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for index in range(self.num_hidden_layers):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+
+class TorchPolicy:
+    """A policy's parameters and their forward pass.
+
+    Attributes:
+        geometry: The model's sizes.
+        tensors: Every parameter under its checkpoint name, views of the memory the forward pass reads.
+    """
+
+    def __init__(self, geometry: Geometry, fused: dict[str, torch.Tensor]) -> None:
+        self.geometry = geometry
+        self.tensors = checkpoint_views(fused)
+        self._p = fused
+        self._head = fused.get("lm_head.weight", fused["model.embed_tokens.weight"])
+        positions = torch.arange(geometry.max_position_embeddings, dtype=torch.float32)
+        steps = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
+        angles = torch.outer(positions, 1.0 / geometry.rope_parameters["rope_theta"] ** steps)
+        angles = torch.cat([angles, angles], -1)
+        self._cos, self._sin = angles.cos(), angles.sin()
+
+    @classmethod
+    def empty(cls, geometry: Geometry) -> TorchPolicy:
+        """Parameters not yet loaded: write them through `tensors`."""
+        return cls(geometry, {name: torch.zeros(shape) for name, shape in geometry.shapes().items()})
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> TorchPolicy:
+        """Share the memory of a transformers model."""
+        geometry = Geometry.from_config(model.config.to_dict())
+        return cls(geometry, {name: parameter.data for name, parameter in model.named_parameters()})
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TorchPolicy:
+        """Read a Hugging Face folder with one safetensors file.
+
+        Raises:
+            BadData: another architecture, or tensors that do not fit its config.json.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        policy = cls.empty(Geometry.from_folder(folder))
+        try:
+            stored = load_file(folder / "model.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise BadData(
+                f"{folder / 'model.safetensors'}: cannot be read ({error}); fetch the checkpoint again"
+            ) from None
+        policy.load(stored, str(folder))
+        return policy
+
+    def load(self, stored: dict[str, torch.Tensor], source: str) -> None:
+        """Copy checkpoint tensors into the parameters.
+
+        Raises:
+            BadData: a tensor is missing, unknown or of another shape; nothing has been copied then.
+        """
+        if odd := sorted(self.tensors.keys() ^ stored.keys()):
+            raise BadData(f"{source}: tensors do not match the model, first '{odd[0]}' ({len(odd)} in all)")
+        for name, tensor in self.tensors.items():
+            if tensor.shape != stored[name].shape:
+                raise BadData(
+                    f"{source}: '{name}' is {tuple(stored[name].shape)}, the model needs {tuple(tensor.shape)}"
+                )
+        for name, tensor in self.tensors.items():
+            tensor.copy_(stored[name])
+
+    def new_cache(self, rows: int, columns: int) -> Cache:
+        """An empty cache for `rows` sequences of up to `columns` tokens."""
+        g = self.geometry
+        shape = (rows, g.num_key_value_heads, columns, g.head_dim)
+        return [(torch.empty(shape), torch.empty(shape)) for _ in range(g.num_hidden_layers)]
+
+    def forward(self, ids: torch.Tensor, cache: Cache, column: int, pad: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the last column, float32 [N, V]; appends to the cache.
+
+        Args:
+            ids: Tokens [N, T] of columns `column` to `column + T`.
+            cache: Filled up to `column`.
+            column: Columns already in the cache.
+            pad: Padding columns at the left of each row [N], or None when there are none.
+        """
+        g, p = self.geometry, self._p
+        rows, length = ids.shape
+        end = column + length
+        columns = torch.arange(column, end)
+        positions = columns if pad is None else (columns - pad[:, None]).clamp_min(0)[:, None]
+        mask = None if pad is None else self._mask(pad, column, end)
+        x = p["model.embed_tokens.weight"][ids]
+        for index, (keys, values) in enumerate(cache):
+            at = f"model.layers.{index}."
+            h = F.rms_norm(x, (g.hidden_size,), p[at + "input_layernorm.weight"], g.rms_norm_eps)
+            q = self._heads(h, at + "self_attn.q_", positions)
+            keys[:, :, column:end] = self._heads(h, at + "self_attn.k_", positions)
+            v = F.linear(h, p[at + "self_attn.v_proj.weight"])
+            values[:, :, column:end] = v.view(rows, length, -1, g.head_dim).transpose(1, 2)
+            if length == 1:
+                # The query heads that share a key head become its queries: fewer, larger products.
+                q = q.reshape(rows, g.num_key_value_heads, -1, g.head_dim)
+            attended = F.scaled_dot_product_attention(
+                q, keys[:, :, :end], values[:, :, :end], attn_mask=mask,
+                is_causal=mask is None and length > 1, enable_gqa=length > 1,
+            ).view(rows, g.num_attention_heads, length, g.head_dim)  # fmt: skip
+            x = x + F.linear(attended.transpose(1, 2).reshape(rows, length, -1), p[at + "self_attn.o_proj.weight"])
+            h = F.rms_norm(x, (g.hidden_size,), p[at + "post_attention_layernorm.weight"], g.rms_norm_eps)
+            x = x + self._experts(h.reshape(rows * length, -1), at + "mlp.").view_as(x)
+        last = F.rms_norm(x[:, -1], (g.hidden_size,), p["model.norm.weight"], g.rms_norm_eps)
+        return F.linear(last, self._head)
+
+    def _heads(self, h: torch.Tensor, name: str, positions: torch.Tensor) -> torch.Tensor:
+        """Queries or keys [N, heads, T, D], normalised and rotated."""
+        g = self.geometry
+        heads = F.linear(h, self._p[name + "proj.weight"]).view(*h.shape[:2], -1, g.head_dim)
+        heads = F.rms_norm(heads, (g.head_dim,), self._p[name + "norm.weight"], g.rms_norm_eps).transpose(1, 2)
+        half = g.head_dim // 2
+        turned = torch.cat([-heads[..., half:], heads[..., :half]], -1)
+        return heads * self._cos[positions] + turned * self._sin[positions]
+
+    def _experts(self, x: torch.Tensor, at: str) -> torch.Tensor:
+        """The mixture of experts: tokens [M, H] sorted by expert, two grouped matrix products."""
+        g, p = self.geometry, self._p
+        top = g.num_experts_per_tok
+        weights, chosen = F.linear(x, p[at + "gate.weight"]).softmax(-1).topk(top, -1)
+        if g.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        expert, order = chosen.reshape(-1).sort()
+        ends = torch.bincount(expert, minlength=g.num_experts).cumsum(0).to(torch.int32)
+        inner = F.grouped_mm(x[order // top], p[at + "experts.gate_up_proj"].transpose(1, 2), offs=ends)
+        gate, up = inner.chunk(2, -1)
+        out = F.grouped_mm(F.silu(gate) * up, p[at + "experts.down_proj"].transpose(1, 2), offs=ends)
+        out = out * weights.reshape(-1)[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel())
+        return out[back].view(x.shape[0], top, -1).sum(1)
+
+    @staticmethod
+    def _mask(pad: torch.Tensor, column: int, end: int) -> torch.Tensor:
+        """Which columns each query sees [N, 1, T, columns]: causal, and no padding."""
+        keys = torch.arange(end)
+        queries = torch.arange(column, end)
+        visible = (keys <= queries[:, None]) & (keys >= pad[:, None, None])
+        # A padding query sees itself, so that its softmax is defined; nothing reads its result.
+        return (visible | (keys == queries[:, None]))[:, None]

@@ -1,0 +1,118 @@
+"""Trains the policy: takes batches of scored groups, updates, publishes each version, checkpoints, acknowledges."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+
+import msgspec
+import torch
+
+from components.experience.group import Group
+from components.role import Role, run_role
+from components.train.checkpoint import TrainerState, prune_checkpoints, restore, save_checkpoint
+from components.train.ledger import Ledger
+from components.weights.policy import checkpoint_tensors, policy_tokenizer
+from components.weights.store import WeightsStore
+from configs.failure import ToldToLeave
+
+IDLE_S = 0.003
+"""Seconds between looks for a batch."""
+
+
+class TrainingRole:
+    """The trainer as a role of the loop."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.weights = WeightsStore(role.layout.weights)
+        start = role.layout.scratch / "start"
+        self.tokenizer = policy_tokenizer(start)
+        self.trainer, state = restore(role.layout, role.config, start)
+        self.saved = state.step if state else -1
+        if state is not None:
+            # The trainer may have died between making the checkpoint durable and acknowledging its groups.
+            role.experience.commit(state.step)
+
+    def run(self) -> None:
+        """Update until the run's last step, or until told to leave; either way the last step is made durable."""
+        role, config = self.role, self.role.config.train
+        self._publish()
+        try:
+            while self.trainer.step < config.steps:
+                groups, waited = self._next_batch()
+                self._update(groups, waited)
+                if self.trainer.step % config.checkpoint_every == 0:
+                    self._checkpoint()
+        except ToldToLeave:
+            self._checkpoint()
+            raise
+        self._checkpoint()
+        role.emit("finished", self.trainer.step)
+
+    def _next_batch(self) -> tuple[list[Group], float]:
+        """The next step's groups, and the seconds spent waiting for them."""
+        start = time.time()
+        while True:
+            self.role.check_leaving()
+            if groups := self.role.experience.take(self.trainer.step + 1):
+                break
+            self.role.pause(IDLE_S)
+        end = time.time()
+        self.role.emit("span", self.trainer.step, kind="wait", start=start, end=end)
+        return groups, end - start
+
+    def _update(self, groups: list[Group], waited: float) -> None:
+        start = time.time()
+        version = self.trainer.step
+        metrics = self.trainer.update(groups)
+        trained = time.time()
+        digest = self._publish()
+        end = time.time()
+        metrics |= {
+            "perf/train_time": trained - start,
+            "perf/train_wait_time": waited,
+            "perf/step_time": end - start + waited,
+            "perf/wait_time_ratio": waited / (end - start + waited),
+        }
+        staleness = Counter(str(max(0, version - group.oldest_version)) for group in groups)
+        self.role.emit("span", self.trainer.step, kind="train", start=start, end=trained, groups=len(groups))
+        self.role.emit("span", self.trainer.step, kind="publish", start=trained, end=end)
+        self.role.emit(
+            "step", self.trainer.step, step=self.trainer.step, metrics=metrics, staleness=dict(staleness), digest=digest
+        )
+
+    def _publish(self) -> str:
+        """Put the policy into the weights store and announce it; returns its digest."""
+        manifest = self.weights.publish(self.trainer.step, checkpoint_tensors(self.trainer.model))
+        self.role.experience.announce(manifest.version, manifest.digest)
+        self.weights.prune(self.role.config.weights.keep)
+        return manifest.digest
+
+    def _checkpoint(self) -> None:
+        """Make the current step durable, then acknowledge its groups."""
+        step, experience = self.trainer.step, self.role.experience
+        if step == self.saved:
+            return
+        start = time.time()
+        manifest = self.weights.manifest(step)
+        state = TrainerState(step, experience.counters().get("issued", 0), manifest.digest)
+        uri = save_checkpoint(self.trainer, self.tokenizer, self.role.layout, state)
+        ledger = Ledger(step, experience.batches(max(self.saved, 0) + 1, step))
+        self.role.layout.store.write(f"ledger/step-{step:06d}.json", msgspec.json.encode(ledger))
+        experience.commit(step)
+        prune_checkpoints(self.role.layout, self.role.config.train.keep_checkpoints)
+        self.saved = step
+        self.role.emit("checkpoint", step, uri=uri)
+        self.role.emit("span", step, kind="checkpoint", start=start, end=time.time())
+
+
+def train(role: Role) -> None:
+    """Train to the run's last step."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    TrainingRole(role).run()
+
+
+if __name__ == "__main__":
+    run_role("train", train)

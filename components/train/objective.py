@@ -1,0 +1,76 @@
+"""The objective: clipped policy surrogate, importance weights for stale tokens, router load balance."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from configs.run import TrainConfig
+
+
+class Surrogate(NamedTuple):
+    """The policy loss and what is worth logging about it (sums over tokens, without gradient)."""
+
+    loss: torch.Tensor
+    """Scalar: sum over tokens; the caller divides."""
+    clipped: torch.Tensor
+    approximate_kl: torch.Tensor
+    tis: torch.Tensor
+    tis_clipped: torch.Tensor
+
+
+def surrogate(
+    logprobs: torch.Tensor,
+    proximal: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantage: torch.Tensor,
+    stale: torch.Tensor,
+    config: TrainConfig,
+) -> Surrogate:
+    """Decoupled clipped surrogate, summed over tokens.
+
+    The ratio is taken to the proximal policy (the one the step began with) and clipped to [1 - low, 1 + high]
+    (DAPO, arXiv 2503.14476); a token from an older version is weighted by the truncated importance weight
+    min(proximal / behaviour, cap) (AReaL's decoupled objective, arXiv 2505.24298; truncation as in IMPALA).
+
+    Args:
+        logprobs: float [M], of the policy being trained.
+        proximal: float [M], of the policy the step began with.
+        behaviour: float [M], of the policy that sampled the token.
+        advantage: float [M].
+        stale: bool [M], whether an older version sampled the token.
+    """
+    log_ratio = logprobs - proximal
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    uncapped = torch.where(stale, (proximal - behaviour).exp(), torch.ones_like(behaviour))
+    weight = uncapped.clamp(max=config.tis_clip)
+    loss = -(weight * torch.min(ratio * advantage, clipped * advantage)).sum()
+    with torch.no_grad():
+        return Surrogate(
+            loss,
+            ((ratio * advantage) > (clipped * advantage)).sum(),
+            (ratio - 1 - log_ratio).sum(),
+            weight.sum(),
+            (uncapped > config.tis_clip).sum(),
+        )
+
+
+def load_balance(router_logits: tuple[torch.Tensor, ...], valid: torch.Tensor, top: int) -> torch.Tensor:
+    """Switch-style load-balance loss, mean over layers; 1 when every expert gets the same share (arXiv 2101.03961).
+
+    Args:
+        router_logits: A tensor [tokens, E] a layer.
+        valid: bool [tokens], False for padding.
+        top: Experts a token is sent to.
+    """
+    total = torch.zeros(())
+    for logits in router_logits:
+        probabilities = logits[valid].float().softmax(-1)
+        experts = probabilities.shape[-1]
+        chosen = probabilities.topk(top, -1).indices
+        share = F.one_hot(chosen, experts).float().sum(1).mean(0)
+        total = total + experts * (share * probabilities.mean(0)).sum() / top
+    return total / len(router_logits)

@@ -1,0 +1,1 @@
+"""Typed configuration: the pydantic models beside the YAML files they validate."""

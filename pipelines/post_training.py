@@ -1,0 +1,53 @@
+"""The main pipeline: a policy, new or given, is post-trained by asynchronous RL, published, and evaluated.
+
+Checkpoints and data travel as URIs, the configuration as one JSON string. Images, GPUs and network are no matter of
+this page: `pipelines.compile` puts in the images of a stack.
+"""
+
+from kfp import dsl
+
+from components.adopt_checkpoint.component import adopt_checkpoint
+from components.evaluate.component import evaluate
+from components.preflight.component import preflight
+from components.publish_checkpoint.component import publish_checkpoint
+from components.release.component import release
+from components.rl_loop.component import rl_loop
+from components.stage_data.component import stage_data
+from components.warm_start.component import warm_start
+
+
+@dsl.pipeline(name="post-training")
+def post_training(config: str, checkpoint: str = ""):
+    """Post-train a Mixture-of-Experts language model by asynchronous reinforcement learning.
+
+    Args:
+        config: Whole run configuration as one JSON string, as `tandem run FILE --dry-run` resolves it.
+        checkpoint: URI of a Hugging Face safetensors checkpoint to start from; empty makes a new model.
+    """
+    # Steps that must look at the world again on a resume take the id of this execution.
+    job = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    last = release(config=config, job=job).set_caching_options(False)
+
+    with dsl.ExitHandler(last, name="run"):
+        opened = preflight(config=config, checkpoint=checkpoint, job=job).set_caching_options(False)
+        run = opened.outputs["tracking_run"]
+        data = stage_data(config=config, tracking_run=run).set_caching_options(False).outputs["data"]
+
+        with dsl.If(checkpoint == "", name="new-model"):
+            new = warm_start(config=config, data=data, tracking_run=run).set_caching_options(False)
+        with dsl.Else(name="given-checkpoint"):
+            given = adopt_checkpoint(config=config, data=data, given=checkpoint, tracking_run=run)
+            given.set_caching_options(False)
+        start = dsl.OneOf(new.outputs["checkpoint"], given.outputs["checkpoint"])
+
+        loop = rl_loop(config=config, data=data, checkpoint=start, tracking_run=run).set_caching_options(False)
+        published = publish_checkpoint(config=config, checkpoint=loop.outputs["policy"], tracking_run=run)
+        published.set_caching_options(False)
+        evaluate(
+            config=config,
+            data=data,
+            baseline=start,
+            model=published.outputs["model"],
+            version=published.outputs["version"],
+            tracking_run=run,
+        ).set_caching_options(False)
