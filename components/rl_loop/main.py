@@ -18,7 +18,7 @@ from components.rl_loop.supervisor import Supervisor
 from components.step import Step, run_step
 from components.storage.store import open_store, split_uri
 from components.tracking.run import Tracker, tracking_uri
-from components.train.checkpoint import latest_checkpoint
+from components.train.catalogue import latest_checkpoint
 from configs.failure import Failure, ToldToLeave
 
 TICK_S = 0.1

@@ -1,13 +1,11 @@
 """Durable checkpoints: a Hugging Face folder anyone can load, with the trainer's state beside it.
 
 `checkpoints/step-000050/` holds config.json, model.safetensors and the tokenizer, and in `trainer/` the optimizer's
-moments and the random state (safetensors) and state.json. It is complete once its `_digests.json` is there. The ids of
-the groups a checkpoint covers go to `ledger/step-000050.json`, which outlives the checkpoint.
+moments and the random state (safetensors) and state.json. It is complete once its `_digests.json` is there.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,22 +17,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from components.storage.layout import RunLayout
+from components.train.catalogue import TrainerState, latest_checkpoint
 from components.train.trainer import Trainer
 from components.weights.policy import load_policy, save_policy
 from configs.failure import BadConfig, BadData
 from configs.run import RunConfig
-
-COMPLETE = re.compile(r"^(step-\d{6})/_digests\.json$")
-
-
-class TrainerState(msgspec.Struct):
-    """What state.json says."""
-
-    step: int
-    issued: int
-    """Groups issued when the checkpoint was made: the data cursor."""
-    weights: str
-    """Digest of the policy's tensors."""
 
 
 def save_checkpoint(trainer: Trainer, tokenizer: Tokenizer, layout: RunLayout, state: TrainerState) -> str:
@@ -58,21 +45,6 @@ def save_checkpoint(trainer: Trainer, tokenizer: Tokenizer, layout: RunLayout, s
             f" `tandem run --resume {layout.config.name}`: earlier checkpoints are untouched"
         ) from None
     return f"{layout.uri}/checkpoints/{name}"
-
-
-def latest_checkpoint(layout: RunLayout) -> str | None:
-    """Name of the newest complete checkpoint, such as `step-000050`."""
-    keys = layout.store.child("checkpoints").list()
-    return max((match[1] for key in keys if (match := COMPLETE.match(key))), default=None)
-
-
-def prune_checkpoints(layout: RunLayout, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints."""
-    store = layout.store.child("checkpoints")
-    for name in sorted({match[1] for key in store.list() if (match := COMPLETE.match(key))})[:-keep]:
-        # Without this key the folder no longer counts as complete, whatever happens to the rest.
-        store.delete(f"{name}/_digests.json")
-        store.delete(name)
 
 
 def restore(layout: RunLayout, config: RunConfig, start: Path) -> tuple[Trainer, TrainerState | None]:

@@ -11,7 +11,8 @@ import torch
 
 from components.experience.group import Group
 from components.role import Role, run_role
-from components.train.checkpoint import TrainerState, prune_checkpoints, restore, save_checkpoint
+from components.train.catalogue import TrainerState, prune_checkpoints
+from components.train.checkpoint import restore, save_checkpoint
 from components.train.ledger import Ledger
 from components.weights.policy import checkpoint_tensors, policy_tokenizer
 from components.weights.store import WeightsStore

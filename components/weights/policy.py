@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from configs.failure import BadData
@@ -90,12 +89,17 @@ def load_policy(folder: Path) -> PreTrainedModel:
 
 def save_policy(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a Hugging Face folder: config, safetensors weights under checkpoint names, tokenizer."""
+    from safetensors.torch import save_file
     from transformers import PreTrainedTokenizerFast
 
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [ARCHITECTURE]
     model.config.dtype = model.dtype
     model.config.save_pretrained(folder)
+    # transformers 5 writes `num_local_experts` only; engines and transformers 4 read `num_experts`.
+    written = json.loads((folder / "config.json").read_text())
+    written["num_experts"] = model.config.num_experts
+    (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
     # Views of fused experts share storage, which safetensors refuses: each becomes its own tensor in the file.
     tensors = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

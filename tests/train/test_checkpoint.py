@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from components.storage.layout import RunLayout
-from components.train.checkpoint import TrainerState, latest_checkpoint, prune_checkpoints, restore, save_checkpoint
+from components.train.catalogue import TrainerState, latest_checkpoint, prune_checkpoints
+from components.train.checkpoint import restore, save_checkpoint
 from components.train.trainer import Trainer
 from components.warm_start.tokenizer import character_tokenizer
 from components.weights.policy import load_policy, save_policy

@@ -1,0 +1,147 @@
+"""What a user types, and the one sentence a mistake gets."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.run import RUNS
+from tests.pipelines.command import tandem
+
+QUICKSTART = str(RUNS / "quickstart.yaml")
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    done = tandem(tmp_path, "--help")
+    assert done.code == 0
+    for command in ("run", "compile", "audit", "report", "bench", "data", "doctor", "mlflow"):
+        assert f"\n  {command} " in done.out
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    probe = "import sys; import pipelines.cli; print([m for m in ('torch', 'kfp', 'mlflow', 'pydantic') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_dry_run_prints_the_resolved_configuration_and_leaves_nothing(tmp_path: Path) -> None:
+    done = tandem(tmp_path, "run", QUICKSTART, "-s", "train.steps=50", "--name", "mine", "--dry-run")
+    assert done.code == 0
+    resolved = yaml.safe_load(done.out)
+    assert resolved["train"]["steps"] == 50
+    assert resolved["name"] == "mine"
+    assert resolved["tracking"]["registered_model"] == "tandem-quickstart"
+    assert resolved["storage"]["root"] == str(tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["run"], 64, "give a run file"),
+        (["run", "absent.yaml"], 64, "absent.yaml: no such file"),
+        (["run", QUICKSTART, "-s", "train.stepz=5"], 64, "unknown key 'train.stepz'"),
+        (["run", QUICKSTART, "-s", "train.steps=many"], 64, "'train.steps' is 'many'"),
+        (["run", QUICKSTART, "-s", "rollout.group_size=1"], 64, "every advantage would be 0"),
+        (["run", QUICKSTART, "-s", "train.minibatches=5"], 64, "not divisible"),
+        (["run", QUICKSTART, "--name", "Not A Name"], 64, "'name' is 'Not A Name'"),
+        (["run", QUICKSTART, "--resume", "x"], 64, "one of the two"),
+        (["run", "--resume", "no-such-run"], 64, "holds no run 'no-such-run'"),
+        (["run", "--resume", "x", "-s", "seed=1"], 64, "leave out -s and --name"),
+        (["audit", "no-such-run"], 64, "holds no run"),
+        (["report", "no-such-run"], 64, "holds no run"),
+        (["mlflow"], 64, "holds no MLflow store"),
+        (["compile", "--stack", "nothing"], 64, "stack 'nothing' is unknown"),
+        (["data", "add2r", "x.txt"], 64, "x.txt"),
+        (["data", "add2r", "x.jsonl", "--rows", "20000"], 64, "10"),
+        (["no-such-command"], 64, "No such command"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
+    done = tandem(tmp_path, *arguments)
+    assert done.code == code
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert done.err.startswith("tandem: ") or "Usage:" in done.err
+    if done.err.startswith("tandem: "):
+        assert done.err.count("\n") == 1
+
+
+def test_a_live_runs_name_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "busy"
+    folder.mkdir(parents=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = tandem(tmp_path, "run", QUICKSTART, "--name", "busy")
+    assert done.code == 64
+    assert "a run named 'busy' is live" in done.err
+
+
+def test_an_ended_runs_name_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "old"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("kept")
+    done = tandem(tmp_path, "run", QUICKSTART, "--name", "old")
+    assert done.code == 64
+    assert "--resume old" in done.err
+    assert (folder / "run.json").read_text() == "kept"
+
+
+def test_an_unwritable_place_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    done = tandem(tmp_path, "run", QUICKSTART)
+    assert done.code == 64
+    assert "cannot be written" in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "x.jsonl"),
+        (b'{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=', "line 2"),
+        (b'{"prompt": "1+1=", "answer": "2"}\n\xff\xfe\n', "UTF-8"),
+        (b'{"prompt": "1+1="}\n', "answer"),
+        (b'{"id": "a", "prompt": "1", "answer": "1"}\n{"id": "a", "prompt": "2", "answer": "2"}\n', "line 2"),
+    ],
+    ids=["empty", "truncated", "not UTF-8", "no answer", "same id"],
+)
+def test_bad_data_ends_a_run_in_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+    """Through the whole door: the CLI, the compiled pipeline, the step, and back."""
+    (tmp_path / "x.jsonl").write_bytes(content)
+    done = tandem(tmp_path, "run", QUICKSTART, "-s", "data.uri=x.jsonl", "--plain", "--name", "bad")
+    assert done.code == 65
+    assert done.err.startswith("tandem: stage_data: ")
+    assert words in done.err
+    assert done.err.count("\n") == 1
+    assert json.loads((tmp_path / "runs" / "bad" / "steps" / "release.json").read_text())["status"] == "done"
+
+
+def test_data_is_the_same_every_time(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        assert tandem(tmp_path, "data", "sort8", name, "--rows", "50").code == 0
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 50
+
+
+def test_compile_check_notices_a_stale_file(tmp_path: Path) -> None:
+    assert tandem(tmp_path, "compile", "-o", "p.yaml").code == 0
+    assert tandem(tmp_path, "compile", "-o", "p.yaml", "--check").code == 0
+    text = (tmp_path / "p.yaml").read_text()
+    (tmp_path / "p.yaml").write_text(text.replace("components.rl_loop.main", "components.other.main"))
+    done = tandem(tmp_path, "compile", "-o", "p.yaml", "--check")
+    assert done.code == 64
+    assert "stale" in done.err
+
+
+def test_doctor_finds_this_machine_good(tmp_path: Path) -> None:
+    done = tandem(tmp_path, "doctor")
+    assert done.code == 0, done.err
+    assert "redis-server" in done.out
