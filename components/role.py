@@ -60,17 +60,9 @@ class Role:
         self.leaving = True
 
     def emit(self, event: str, version: int | None = None, **fields: Any) -> None:
-        """Send an event to the loop, and write it to this process's log."""
-        line = json.dumps(
-            {
-                "time": time.time(),
-                "run": self.config.name,
-                "role": self.worker,
-                "event": event,
-                "version": version,
-                **fields,
-            }
-        )
+        """Send an event to the loop, and write it to this process's log; `cpu_s` is what this process has used so far."""
+        common = {"time": time.time(), "run": self.config.name, "role": self.worker, "event": event, "version": version}
+        line = json.dumps(common | {"cpu_s": round(time.process_time(), 3)} | fields)
         print(line, flush=True)
         self.experience.emit([line.encode()])
 

@@ -248,3 +248,7 @@ def main() -> NoReturn:
         click.echo("tandem: interrupted", err=True)
         sys.exit(75)
     sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

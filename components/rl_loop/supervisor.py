@@ -150,6 +150,8 @@ class Supervisor:
             return "train", f"{stages['scored']} scored groups wait for it"
         if stages["generated"]:
             return "reward", f"{stages['generated']} generated groups wait for it"
+        if not self.experience.counters():
+            return "rollout-0", f"it has not proven that it holds version {announced.version}"
         return "rollout-0", f"{stages['running']} groups are leased and none was handed in"
 
     def _record(self) -> None:

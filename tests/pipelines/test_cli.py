@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from components.tracking.server import Server
 from configs.run import RUNS
 from tests.pipelines.command import tandem
 
@@ -105,18 +106,25 @@ def test_an_unwritable_place_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "x.jsonl"),
         (b'{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=', "line 2"),
         (b'{"prompt": "1+1=", "answer": "2"}\n\xff\xfe\n', "UTF-8"),
-        (b'{"prompt": "1+1="}\n', "answer"),
-        (b'{"id": "a", "prompt": "1", "answer": "1"}\n{"id": "a", "prompt": "2", "answer": "2"}\n', "line 2"),
     ],
-    ids=["empty", "truncated", "not UTF-8", "no answer", "same id"],
+    ids=["truncated", "not UTF-8"],
 )
-def test_bad_data_ends_a_run_in_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+def test_bad_data_ends_a_run_in_one_sentence(tmp_path: Path, mlflow_server: Server, content: bytes, words: str) -> None:
     """Through the whole door: the CLI, the compiled pipeline, the step, and back."""
     (tmp_path / "x.jsonl").write_bytes(content)
-    done = tandem(tmp_path, "run", QUICKSTART, "-s", "data.uri=x.jsonl", "--plain", "--name", "bad")
+    done = tandem(
+        tmp_path,
+        "run",
+        QUICKSTART,
+        "-s",
+        "data.uri=x.jsonl",
+        "--plain",
+        "--name",
+        "bad",
+        MLFLOW_TRACKING_URI=mlflow_server.uri,
+    )
     assert done.code == 65
     assert done.err.startswith("tandem: stage_data: ")
     assert words in done.err

@@ -135,10 +135,10 @@ def test_a_killed_loop_leaves_no_process_behind_and_can_be_resumed(make_run: Mak
 
 
 def test_a_loop_that_stands_still_names_the_role(make_run: MakeRun) -> None:
-    run = make_run(reward={"verifier": "tests.rl_loop.loop_run:stuck", "timeout_s": 600}, loop={"no_progress_s": 25})
+    run = make_run(reward={"verifier": "tests.rl_loop.loop_run:stuck", "timeout_s": 600}, loop={"no_progress_s": 45})
     code, words = run.finish(run.start())
     assert code == 69
-    assert "no progress for 25 s: reward stopped" in words
+    assert "no progress for 45 s: reward stopped" in words
     assert "generated groups wait for it" in words
 
 
