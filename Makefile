@@ -29,7 +29,7 @@ run: .venv/.ready  ## the main job: post-train the tiny MoE (ARGS="…" go to `t
 	@$(BIN)/tandem run configs/runs/quickstart.yaml $(ARGS)
 
 test: .venv/.ready  ## all tests that need no cluster (ARGS="…" go to pytest)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/.ready  ## format, lint, types
 	$(BIN)/ruff format --check .

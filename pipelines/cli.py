@@ -209,7 +209,6 @@ def bench_queue(json_file: Path | None, groups: int) -> None:
 def bench_loop(run_file: Path, overrides: tuple[str, ...], json_file: Path | None, seeds: str, target: float) -> None:
     """The asynchronous loop beside the synchronous one, from the same start."""
     from components.rl_loop.bench import measure
-
     from configs.run import load_run
 
     _figures(measure(load_run(run_file, overrides), [int(seed) for seed in seeds.split(",")], target), json_file)

@@ -212,6 +212,7 @@ class Execution:
         self._follow(child)
         if child.returncode:
             lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+            self.display.note(f"logs: {self.layout.logs}")
             sentence = lines[-1] if lines else f"the pipeline ended with {child.returncode}; see {self.layout.logs}"
             raise failure_of(child.returncode, sentence)
 

@@ -74,8 +74,8 @@ class Worker:
         try:
             self.engine.policy.load(self.store.load(target.version), str(self.store.path(target.version)))
         except BadData:
-            if experience.target() != target:
-                return False  # pruned while it was read: a newer target is there
+            if target.version not in self.store.versions() or experience.target() != target:
+                return False  # training is further and has pruned it: a newer target comes
             raise
         held = Target(target.version, digest_of(fingerprint(self.engine.policy.tensors)))
         experience.report(self.role.worker, held, time.time() - start)

@@ -34,7 +34,7 @@ class TrainingRole:
         self.saved = state.step if state else -1
         if state is not None:
             # The trainer may have died between making the checkpoint durable and acknowledging its groups.
-            role.experience.commit(state.step)
+            self._acknowledge(state.step)
 
     def run(self) -> None:
         """Update until the run's last step, or until told to leave; either way the last step is made durable."""
@@ -88,7 +88,7 @@ class TrainingRole:
         """Put the policy into the weights store and announce it; returns its digest."""
         manifest = self.weights.publish(self.trainer.step, checkpoint_tensors(self.trainer.model))
         self.role.experience.announce(manifest.version, manifest.digest)
-        self.weights.prune(self.role.config.weights.keep)
+        self.weights.prune(manifest.version, self.role.config.weights.keep)
         return manifest.digest
 
     def _checkpoint(self) -> None:
@@ -100,13 +100,18 @@ class TrainingRole:
         manifest = self.weights.manifest(step)
         state = TrainerState(step, experience.counters().get("issued", 0), manifest.digest)
         uri = save_checkpoint(self.trainer, self.tokenizer, self.role.layout, state)
-        ledger = Ledger(step, experience.batches(max(self.saved, 0) + 1, step))
-        self.role.layout.store.write(f"ledger/step-{step:06d}.json", msgspec.json.encode(ledger))
-        experience.commit(step)
+        self._acknowledge(step)
         prune_checkpoints(self.role.layout, self.role.config.train.keep_checkpoints)
         self.saved = step
         self.role.emit("checkpoint", step, uri=uri)
         self.role.emit("span", step, kind="checkpoint", start=start, end=time.time())
+
+    def _acknowledge(self, step: int) -> None:
+        """Enter the groups that a durable checkpoint covers into the ledger, then acknowledge them; repeatable."""
+        experience = self.role.experience
+        if groups := experience.batches(experience.counters().get("durable_step", 0) + 1, step):
+            self.role.layout.store.write(f"ledger/step-{step:06d}.json", msgspec.json.encode(Ledger(step, groups)))
+            experience.commit(step)
 
 
 def train(role: Role) -> None:

@@ -180,7 +180,11 @@ class WeightsStore:
         except (OSError, safetensors.SafetensorError) as error:
             raise BadData(f"{file}: version {version} cannot be read ({error})") from None
 
-    def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep` versions; an engine that still asks for an older one finds a newer target."""
-        for version in self.versions()[:-keep]:
-            shutil.rmtree(self.path(version), ignore_errors=True)
+    def prune(self, current: int, keep: int) -> None:
+        """Delete versions older than the newest `keep` up to `current`.
+
+        Later ones stay: they are of the time before a crash, and the repeated steps come to them again.
+        """
+        for version in self.versions():
+            if version <= current - keep:
+                shutil.rmtree(self.path(version), ignore_errors=True)

@@ -88,8 +88,17 @@ def test_pruning_keeps_the_newest(tmp_path: Path, tensors: dict[str, torch.Tenso
     store = WeightsStore(tmp_path)
     for version in range(5):
         store.publish(version, tensors)
-    store.prune(2)
+    store.prune(4, keep=2)
     assert store.versions() == [3, 4]
+
+
+def test_pruning_after_a_rollback_keeps_the_current_version(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Training that resumes at an earlier step must not lose that version to the later ones still lying there."""
+    store = WeightsStore(tmp_path)
+    for version in (2, 7, 8, 9):
+        store.publish(version, tensors)
+    store.prune(2, keep=2)
+    assert store.versions() == [2, 7, 8, 9]
 
 
 def test_an_unwritable_store_is_one_sentence(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
