@@ -152,8 +152,11 @@ class TrainConfig(Document):
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     clip_high: float = Field(default=0.28, ge=0)
     """The policy ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO's clip-higher)."""
+    off_policy: Literal["behaviour", "decoupled"] = "behaviour"
+    """What a stale token's ratio is taken to: the policy that sampled it (`behaviour`), or the policy the step began
+    with, weighted by the truncated importance of that one over the sampler's (`decoupled`, one more forward pass)."""
     tis_clip: float = Field(default=2.0, ge=1)
-    """Cap on the truncated importance weight of tokens sampled by an older version."""
+    """Cap at which importance weights and ratios are truncated."""
     load_balance: float = Field(default=0.001, ge=0)
     """Weight of the router's load-balance loss."""
     checkpoint_every: int = Field(default=25, ge=1)

@@ -18,43 +18,47 @@ class Surrogate(NamedTuple):
     clipped: torch.Tensor
     approximate_kl: torch.Tensor
     tis: torch.Tensor
+    """Importance weights, truncated."""
     tis_clipped: torch.Tensor
+    """Tokens whose weight or ratio was truncated."""
 
 
 def surrogate(
     logprobs: torch.Tensor,
-    proximal: torch.Tensor,
+    reference: torch.Tensor,
     behaviour: torch.Tensor,
     advantage: torch.Tensor,
     stale: torch.Tensor,
     config: TrainConfig,
 ) -> Surrogate:
-    """Decoupled clipped surrogate, summed over tokens.
+    """Clipped surrogate with truncated importance sampling, summed over tokens.
 
-    The ratio is taken to the proximal policy (the one the step began with) and clipped to [1 - low, 1 + high]
-    (DAPO, arXiv 2503.14476); a token from an older version is weighted by the truncated importance weight
-    min(proximal / behaviour, cap) (AReaL's decoupled objective, arXiv 2505.24298; truncation as in IMPALA).
+    The ratio is taken to the reference policy and clipped to [1 - low, 1 + high] (DAPO, arXiv 2503.14476); it is
+    truncated at the cap, so that no bad token weighs more than that (dual-clip PPO, arXiv 1912.09729). A stale token is
+    also weighted by min(reference / behaviour, cap): with the step's first policy as reference this is the decoupled
+    objective (AReaL, arXiv 2505.24298); with the behaviour policy as reference that weight is 1.
 
     Args:
         logprobs: float [M], of the policy being trained.
-        proximal: float [M], of the policy the step began with.
+        reference: float [M], of the policy the ratio is taken to.
         behaviour: float [M], of the policy that sampled the token.
         advantage: float [M].
         stale: bool [M], whether an older version sampled the token.
     """
-    log_ratio = logprobs - proximal
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    uncapped = torch.where(stale, (proximal - behaviour).exp(), torch.ones_like(behaviour))
+    log_ratio = logprobs - reference
+    full = log_ratio.exp()
+    ratio = full.clamp(max=config.tis_clip)
+    clipped = full.clamp(1 - config.clip_low, 1 + config.clip_high)
+    uncapped = torch.where(stale, (reference - behaviour).exp(), torch.ones_like(behaviour))
     weight = uncapped.clamp(max=config.tis_clip)
     loss = -(weight * torch.min(ratio * advantage, clipped * advantage)).sum()
     with torch.no_grad():
         return Surrogate(
             loss,
             ((ratio * advantage) > (clipped * advantage)).sum(),
-            (ratio - 1 - log_ratio).sum(),
-            weight.sum(),
-            (uncapped > config.tis_clip).sum(),
+            (full - 1 - log_ratio).sum(),
+            (weight * ratio).sum(),
+            ((uncapped > config.tis_clip) | (full > config.tis_clip)).sum(),
         )
 
 

@@ -61,13 +61,15 @@ class Trainer:
         )
         parts = [batch.select(rows) for rows in torch.randperm(batch.rows, generator=random).chunk(train.minibatches)]
         # The first minibatch's own forward is the proximal policy's; later ones need theirs from before any update.
-        proximals = [None] + [self._proximal(part) for part in parts[1:]]
+        references = [None] + [self._reference(part) for part in parts[1:]]
         sums: dict[str, float] = {}
-        for part, proximal in zip(parts, proximals, strict=True):
+        for part, reference in zip(parts, references, strict=True):
             logprobs, entropy, balance = self._forward(part)
             stale = part.staleness > 0
-            reference = logprobs.detach() if proximal is None else proximal
-            reference = torch.where(stale, reference, part.behaviour)
+            first = reference is None
+            if reference is None:
+                decoupled = stale if train.off_policy == "decoupled" else torch.zeros_like(stale)
+                reference = torch.where(decoupled, logprobs.detach(), part.behaviour)
             policy = surrogate(logprobs, reference, part.behaviour, part.advantage, stale, train)
             loss = policy.loss / tokens * len(parts) + train.load_balance * balance
             self.optimizer.zero_grad(set_to_none=True)
@@ -86,21 +88,22 @@ class Trainer:
                 ("train/tis_clipfrac", policy.tis_clipped.item() / batch.row.numel()),
             ):
                 sums[name] = sums.get(name, 0.0) + value
-            if proximal is None and gap.numel():
+            if first and gap.numel():
                 # Only here do trainer and sampler hold the same weights.
                 sums["train/train_rollout_logprob_abs_diff"] = gap.mean().item()
         return sums
 
-    def _proximal(self, part: Batch) -> torch.Tensor:
-        """Log-probabilities [M] of a minibatch before the step's first update; fresh tokens' are known already."""
+    def _reference(self, part: Batch) -> torch.Tensor:
+        """Log-probabilities [M] a later minibatch's ratios are taken to, from before the step's first update."""
+        reference = part.behaviour
         stale_rows = torch.zeros(part.rows, dtype=torch.bool)
         stale_rows[part.row[part.staleness > 0]] = True
-        proximal = part.behaviour.clone()
-        if stale_rows.any():
+        if self.config.train.off_policy == "decoupled" and stale_rows.any():
+            reference = reference.clone()
             with torch.no_grad():
                 logprobs, _, _ = self._forward(part.select(stale_rows.nonzero()[:, 0]))
-            proximal[stale_rows[part.row]] = logprobs
-        return proximal
+            reference[stale_rows[part.row]] = logprobs
+        return reference
 
     def _forward(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probabilities of the completion tokens [M], the sum of their entropies, the load-balance loss."""

@@ -72,8 +72,9 @@ def test_a_run_left_alone(make_run: MakeRun, mlflow_server: Server) -> None:
     assert sorted(point.step for point in history) == list(range(1, 9))
 
 
-def test_killed_workers_cost_nothing(make_run: MakeRun) -> None:
-    run = make_run(train={"steps": 60}, rollout={"workers": 2})
+def test_killed_workers_cost_nothing(make_run: MakeRun, s3_uri: str) -> None:
+    """With everything durable on S3."""
+    run = make_run(train={"steps": 60}, rollout={"workers": 2}, storage={"root": s3_uri})
     process = run.start()
     for count, worker in ((3, "rollout-0"), (12, "reward"), (20, "rollout-1"), (28, "broadcast")):
         run.wait_for_steps(count, process)

@@ -35,6 +35,7 @@ def one(ratio: float, advantage: float, offset: float = 0.0, stale: bool = False
         (0.5, 1.0, -0.5),  # a good token may become likelier again
         (0.5, -1.0, 0.8),  # clipped at 1 - clip_low
         (1.5, -1.0, 1.5),  # a bad token may become less likely again
+        (5.0, -1.0, 2.0),  # truncated at the cap
     ],
 )
 def test_clipping(ratio: float, advantage: float, loss: float) -> None:

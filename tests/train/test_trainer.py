@@ -123,17 +123,26 @@ def test_staleness_is_counted_token_by_token() -> None:
     assert batch.column.tolist() == [2, 3, 4, 5, 6] * 2
 
 
-def test_the_proximal_policy_of_stale_tokens_is_the_one_the_step_began_with(make_config: Make) -> None:
-    """Seen through the metrics: in a first epoch over stale data no ratio is off 1 before the first optimizer step."""
-    config = make_config(train={"minibatches": 1, "learning_rate": 1e-2})
-    sampler = Trainer(policy(seed=1), config)
-    stale = sampled(sampler, 8)
+@pytest.mark.parametrize(("off_policy", "on_policy_at_first"), [("decoupled", True), ("behaviour", False)])
+def test_what_the_ratio_of_stale_tokens_is_taken_to(make_config: Make, off_policy: str, on_policy_at_first: bool) -> None:
+    """Before the first optimizer step, ratios to the step's own policy are 1, those to the sampler's are not."""
+    config = make_config(train={"minibatches": 1, "off_policy": off_policy})
+    stale = sampled(Trainer(policy(seed=1), config), 8)
     trainer = Trainer(policy(seed=2), config)
     trainer.step = 3
     metrics = trainer.update(stale)
-    assert metrics["train/ppo_kl"] == pytest.approx(0, abs=1e-7)
+    assert (metrics["train/ppo_kl"] < 1e-6) == on_policy_at_first
     assert metrics["train/tis"] != pytest.approx(1, abs=1e-3)
     assert metrics["async/staleness_mean"] == 3
+
+
+def test_decoupled_minibatches_share_the_policy_the_step_began_with(make_config: Make) -> None:
+    """With a learning rate of nothing, every minibatch's ratios are 1, also the later ones'."""
+    config = make_config(train={"minibatches": 4, "off_policy": "decoupled", "learning_rate": 1e-12})
+    stale = sampled(Trainer(policy(seed=1), config), 8)
+    trainer = Trainer(policy(seed=2), config)
+    trainer.step = 1
+    assert trainer.update(stale)["train/ppo_kl"] < 1e-6
 
 
 def test_the_learning_rate_warms_up_and_decays(make_config: Make) -> None:
