@@ -8,6 +8,7 @@ that a killed loop leaves nothing behind.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -24,6 +25,8 @@ from configs.failure import DEFECT, Failure, ToldToLeave
 from configs.run import RunConfig
 
 PR_SET_PDEATHSIG = 1
+PARENT = "TANDEM_PARENT"
+"""Variable with the process id of the loop that starts a role."""
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
@@ -52,7 +55,7 @@ class Role:
         self.layout = RunLayout(config)
         self.experience = Experience(redis_url, config)
         self.leaving = False
-        self._parent = os.getppid()
+        self._parent = int(os.environ.get(PARENT, os.getppid()))
         signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGINT, self._leave)
 
@@ -63,7 +66,8 @@ class Role:
         """Send an event to the loop, and write it to this process's log; `cpu_s` is what this process has used so far."""
         common = {"time": time.time(), "run": self.config.name, "role": self.worker, "event": event, "version": version}
         line = json.dumps(common | {"cpu_s": round(time.process_time(), 3)} | fields)
-        print(line, flush=True)
+        with contextlib.suppress(OSError):  # a full disk must not cost the event, which goes to the loop anyway
+            print(line, flush=True)
         self.experience.emit([line.encode()])
 
     @contextmanager
@@ -97,6 +101,8 @@ def run_role(name: str, body: Callable[[Role], None]) -> NoReturn:
     arguments = parser.parse_args()
     try:
         config = RunConfig.from_json(arguments.config.read_text(), str(arguments.config))
+        if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
+            raise ToldToLeave(f"{arguments.worker}: the loop that started it is gone")
         body(Role(name, arguments.worker, config, arguments.redis))
     except Failure as failure:
         print(failure.sentence, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -21,7 +22,7 @@ import msgspec
 import xxhash
 
 from components.storage.layout import RunLayout
-from configs.failure import DEFECT, BadConfig, Failure
+from configs.failure import DEFECT, BadConfig, Failure, ToldToLeave
 from configs.run import RunConfig
 
 
@@ -167,7 +168,14 @@ def _executor_input(name: str) -> dict[str, Any]:
         raise BadConfig(f"step {name}: the executor input is not JSON ({error.msg}); pass KFP's '{{{{$}}}}'") from None
 
 
+def _leave(number: int, frame: Any) -> None:
+    raise ToldToLeave("told to leave; start it again to go on")
+
+
 def _execute(step: Step, body: Callable[[Step], None]) -> None:
+    # A step with work of its own to hand back puts its own handler in place of this one.
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
     step.write_marker()
     try:
         body(step)

@@ -15,7 +15,9 @@ from configs.failure import BadConfig
 class Document(BaseModel):
     """Base of all configuration models: immutable, unknown keys refused, field docstrings exported as descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 M = TypeVar("M", bound=Document)

@@ -7,15 +7,36 @@ overrides any field, `tandem run FILE --dry-run` prints the whole resolved confi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from configs.document import Document, read_yaml, validated
 from configs.failure import BadConfig
 
 RUNS = Path(__file__).parent / "runs"
+
+
+def _address(value: str) -> str:
+    """Refuse a secret in an address: the configuration is shown, logged and published."""
+    if "@" in value.partition("://")[2].partition("/")[0]:
+        raise ValueError(
+            "holds a user or a password, but the configuration is logged; give secrets by environment variables"
+            " (REDIS_PASSWORD, MLFLOW_TRACKING_USERNAME and _PASSWORD, REWARD_TOKEN)"
+        )
+    return value
+
+
+def _web_address(value: str) -> str:
+    """An http address, or empty."""
+    if value and not value.startswith(("http://", "https://")):
+        raise ValueError(f"{value} is no http address; write it as http://host:port")
+    return _address(value)
+
+
+Address = Annotated[str, AfterValidator(_address)]
+WebAddress = Annotated[str, AfterValidator(_web_address)]
 
 
 class StorageConfig(Document):
@@ -25,7 +46,7 @@ class StorageConfig(Document):
     """URI (`s3://bucket/prefix`, `file:///path`) or path; the run's files go under `<root>/<run name>/`."""
     scratch: str = "runs"
     """Local directory for logs, the embedded Redis and MLflow, and the weights store; the run uses `<scratch>/<run name>/`."""
-    endpoint_url: str = ""
+    endpoint_url: WebAddress = ""
     """Address of an S3-compatible server; empty means the AWS default."""
     max_concurrency: int = Field(default=8, ge=1, le=256)
     """Parallel transfers of one upload or download."""
@@ -70,6 +91,11 @@ class ModelConfig(Document):
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_experts {self.num_experts}; lower the former"
             )
+        for name in ("hidden_size", "moe_intermediate_size", "head_dim"):
+            if getattr(self, name) % 8:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is not a multiple of 8, which the kernels need; round it"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads"
@@ -121,8 +147,8 @@ class RewardConfig(Document):
 
     verifier: str = "exact_match"
     """A registered verifier (`exact_match`, `numeric`, `contains`), `http`, or `package.module:function`."""
-    url: str = ""
-    """Address that `verifier: http` posts to."""
+    url: WebAddress = ""
+    """Address that `verifier: http` posts to, with REWARD_TOKEN as bearer token if that is set."""
     processes: int = Field(default=1, ge=1)
     """Verifier processes; one that overruns its time is killed and replaced."""
     timeout_s: float = Field(default=10.0, gt=0)
@@ -173,8 +199,8 @@ class LoopConfig(Document):
     """Seconds without a committed group or a new version after which the run ends with a typed error."""
     max_restarts: int = Field(default=3, ge=0)
     """Times the loop restarts a role that died; the next death ends the run."""
-    redis_url: str = ""
-    """Redis for the experience streams; empty starts one beside the run, append-only file on."""
+    redis_url: Address = ""
+    """Redis for the experience streams (its password in REDIS_PASSWORD); empty starts one beside the run."""
     redis_port: int = Field(default=0, ge=0, le=65535)
     """Port of the embedded Redis; 0 takes a free one."""
 
@@ -205,13 +231,13 @@ class EvaluateConfig(Document):
 class TrackingConfig(Document):
     """MLflow: where runs, metrics, manifests and models are recorded."""
 
-    uri: str = ""
+    uri: WebAddress = ""
     """Tracking server; empty starts one beside the runs (SQLite and a local artifact folder)."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the embedded server; 0 takes a free one."""
     experiment: str = "tandem"
     registered_model: str = ""
-    """Name in the model registry; empty means `<experiment>-<run file's name>`."""
+    """Name in the model registry; empty means `<experiment>-<name of the data>`."""
     sample_rows: int = Field(default=200, ge=0)
     """Rows of the logged samples table, at most."""
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from configs.failure import BadConfig, Failure
+from configs.failure import DEFECT, TOLD_TO_LEAVE, BadConfig, Failure
 
 OVERRIDE = click.option(
     "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field: train.steps=50."
 )
+
+
+def _writable(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Find out before the work that its figures can be written."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise BadConfig(f"--json {path}: cannot be written ({error.strerror}); name a writable file") from None
+    return path
+
+
 JSON_FILE = click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), help="Write every figure as one JSON object."
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="Write every figure as one JSON object.",
 )
 RUNS = click.option(
     "--runs",
@@ -151,7 +170,7 @@ def data(task: str, destination: str, rows: int, seed: int, endpoint_url: str) -
 
 @tandem.command()
 @RUNS
-@click.option("--port", type=int, default=5000, show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=5000, show_default=True)
 def mlflow(runs: Path, port: int) -> None:
     """Open MLflow on the runs of this folder, until interrupted."""
     from pipelines.execution import serve_tracking
@@ -211,6 +230,8 @@ def bench_loop(run_file: Path, overrides: tuple[str, ...], json_file: Path | Non
     from components.rl_loop.bench import measure
     from configs.run import load_run
 
+    if not all(seed.strip().isdigit() for seed in seeds.split(",")):
+        raise BadConfig(f"--seeds {seeds}: is no list of numbers; write it as 0,1")
     _figures(measure(load_run(run_file, overrides), [int(seed) for seed in seeds.split(",")], target), json_file)
 
 
@@ -222,15 +243,8 @@ def _figures(figures: dict[str, Any], json_file: Path | None) -> None:
 
 
 def _write_json(json_file: Path | None, figures: dict[str, Any]) -> None:
-    import json
-
-    if json_file is None:
-        return
-    try:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
+    if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
-    except OSError as error:
-        raise BadConfig(f"--json {json_file}: cannot be written ({error.strerror}); name a writable file") from None
 
 
 def main() -> NoReturn:
@@ -243,9 +257,13 @@ def main() -> NoReturn:
     except click.ClickException as error:
         error.show()
         sys.exit(BadConfig.exit_code)
+    except Exception:
+        traceback.print_exc()
+        click.echo("tandem: this is a defect; please report it with the lines above", err=True)
+        sys.exit(DEFECT)
     except click.Abort:
         click.echo("tandem: interrupted", err=True)
-        sys.exit(75)
+        sys.exit(TOLD_TO_LEAVE)
     sys.exit(0)
 
 

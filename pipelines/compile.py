@@ -39,8 +39,11 @@ def compile_pipeline(stack: Stack, target: Path) -> None:
     documents = list(yaml.safe_load_all(text))
     _put_images(documents[0], stack.images)
     header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(header + yaml.safe_dump_all(documents, sort_keys=True, width=120), encoding="utf-8")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(header + yaml.safe_dump_all(documents, sort_keys=True, width=120), encoding="utf-8")
+    except OSError as error:
+        raise BadConfig(f"{target}: cannot be written ({error.strerror}); name another file") from None
 
 
 def _put_images(ir: dict[str, Any], images: Images) -> None:

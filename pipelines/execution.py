@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -25,7 +26,8 @@ from components.role import die_with_parent
 from components.step import read_marker
 from components.storage.layout import RunLayout
 from components.tracking.server import Server, start_server
-from configs.failure import BadConfig, Failure, failure_of
+from configs.failure import BadConfig, Failure, ToldToLeave, failure_of
+from configs.hardware import load_hardware
 from configs.run import RunConfig, load_run, validated
 from configs.stack import load_stack
 from pipelines.compile import compile_pipeline
@@ -48,18 +50,19 @@ def resolve(run_file: Path, overrides: tuple[str, ...], name: str | None, runs: 
     config = load_run(run_file, overrides)
     values = config.model_dump(mode="json")
     values["name"] = name or f"{config.name[:24]}-{datetime.now():%Y%m%d-%H%M%S}"
-    values["tracking"]["registered_model"] = (
-        config.tracking.registered_model or f"{config.tracking.experiment}-{config.name}"
-    )
+    # A champion is comparable only on the same task, so the data gives the model its name.
+    task = re.sub(r"[^a-z0-9]+", "-", Path(config.data.uri.rpartition(":")[2]).stem.lower()).strip("-")
+    values["tracking"]["registered_model"] = config.tracking.registered_model or f"{config.tracking.experiment}-{task}"
+    load_stack(config.stack), load_hardware(config.hardware)
     if runs != Path("runs"):
         values["storage"] |= {"scratch": str(runs)} | ({"root": str(runs)} if config.storage.root == "runs" else {})
     for place in ("root", "scratch"):
         if "://" not in values["storage"][place]:
-            values["storage"][place] = str(Path(values["storage"][place]).absolute())
+            values["storage"][place] = str(Path(values["storage"][place]).expanduser().absolute())
     for source in (values["data"], values["model"]):
         key = "uri" if "uri" in source else "checkpoint"
-        if source[key] and ":" not in source[key]:
-            source[key] = str(Path(source[key]).absolute())
+        if source[key] and "://" not in source[key] and not source[key].startswith("example:"):
+            source[key] = str(Path(source[key]).expanduser().absolute())
     return validated(RunConfig, values, str(run_file))
 
 
@@ -73,7 +76,11 @@ def resume_config(run: str, runs: Path) -> RunConfig:
     if not file.exists():
         known = sorted(path.parent.name for path in runs.glob("*/run.json"))
         raise BadConfig(f"{runs}: holds no run '{run}'; known: {', '.join(known[-5:]) or 'none'}")
-    return RunConfig.from_json(file.read_text(), str(file))
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError):
+        raise BadConfig(f"{file}: cannot be read; it is not what `tandem run` wrote") from None
+    return RunConfig.from_json(text, str(file))
 
 
 def audit_run(run: str, runs: Path) -> Audit:
@@ -88,6 +95,11 @@ def audit_run(run: str, runs: Path) -> Audit:
         return audit(Experience(config.loop.redis_url or _live_redis(layout), config), layout)
     if not any(layout.redis.glob("appendonly*")):
         raise BadConfig(f"run '{run}' has no experience yet: its loop was never started")
+    lock = open(layout.scratch / "loop.lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadConfig(f"the loop of run '{run}' is starting or stopping; ask again in a moment") from None
     server = RedisServer(layout.redis)
     try:
         experience = Experience(server.url, config)
@@ -95,6 +107,7 @@ def audit_run(run: str, runs: Path) -> Audit:
         return audit(experience, layout)
     finally:
         server.stop()
+        lock.close()
 
 
 def _live_redis(layout: RunLayout) -> str:
@@ -159,7 +172,7 @@ class Execution:
             compile_pipeline(load_stack(self.config.stack), ir)
             if server is not None:
                 self.display.note(f"MLflow: {server.uri}")
-            self._pipeline(ir, server)
+            self._pipeline(ir, server, lock)
         finally:
             if server is not None:
                 server.stop()
@@ -182,17 +195,33 @@ class Execution:
             raise BadConfig(
                 f"storage.scratch {scratch}: cannot be written ({error.strerror}); choose another folder"
             ) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadConfig(f"a run named '{name}' is live; wait for it, stop it, or choose another --name") from None
-        if not self.resumed and (scratch / "run.json").exists():
+        # A launcher that was killed leaves its pipeline stopping: a resume waits for that.
+        end = time.monotonic() + (STOP_LIMIT_S if self.resumed else 0.0)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise BadConfig(
+                        f"a run named '{name}' is live; wait for it, stop it, or choose another --name"
+                    ) from None
+                time.sleep(0.2)
+        if not self.resumed and (scratch / "run.json").exists() and self._has_staged():
             raise BadConfig(f"a run named '{name}' exists; go on with it by --resume {name}, or choose another --name")
         self.layout.logs.mkdir(exist_ok=True)
         (scratch / "run.json").write_text(self.config.to_json())
         return lock
 
-    def _pipeline(self, ir: Path, server: Server | None) -> None:
+    def _has_staged(self) -> bool:
+        """Whether an earlier run of this name came further than a mistake in its data or configuration."""
+        try:
+            marker = read_marker(self.layout, "stage_data")
+        except Failure:
+            return True
+        return marker is not None and marker.status == "done"
+
+    def _pipeline(self, ir: Path, server: Server | None, lock: IO[str]) -> None:
         """Run the IR in a child process, showing progress, passing signals on."""
         arguments = self.layout.scratch / "arguments.json"
         arguments.write_text(json.dumps({"config": self.config.to_json(), "checkpoint": self.config.model.checkpoint}))
@@ -207,9 +236,11 @@ class Execution:
             child = subprocess.Popen(
                 [*command, "--pipeline-root", str(self.layout.scratch / "kfp")],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent, pass_fds=[lock.fileno()],
             )  # fmt: skip
         self._follow(child)
+        if child.returncode < 0 and self._signals:
+            raise ToldToLeave(f"stopped; `tandem run --resume {self.config.name}` goes on")
         if child.returncode:
             lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
             self.display.note(f"logs: {self.layout.logs}")

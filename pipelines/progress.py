@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from types import TracebackType
 from typing import Any
@@ -15,10 +16,12 @@ from rich.text import Text
 
 from components.step import Marker, read_marker
 from components.storage.layout import RunLayout
+from configs.failure import BadConfig, Failure
 from configs.run import RunConfig
 
 STEPS = ("preflight", "stage_data", "warm_start", "adopt_checkpoint", "rl_loop", "publish_checkpoint", "evaluate")
 PLAIN_EVERY_S = 10.0
+REMOTE_EVERY_S = 3.0
 WINDOW = 20
 """Updates that the shown rates look back on."""
 
@@ -30,12 +33,14 @@ class Display:
         self.config = config
         self.layout = layout
         self.console = Console(highlight=False)
-        self.live = None if plain or not self.console.is_terminal else Live(console=self.console, refresh_per_second=5)
+        plain = plain or not self.console.is_terminal or self.console.is_dumb_terminal
+        self.live = None if plain else Live(console=self.console, refresh_per_second=5)
         self.started = time.time()
         self._told: dict[str, str] = {}
         self._line_at = 0.0
         self._offset = layout.events.stat().st_size if layout.events.exists() else 0
-        self._notes: list[str] = []
+        self._markers: dict[str, Marker] = {}
+        self._looked = float("-inf")
         self.state: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []
         self.tokens: list[tuple[float, int]] = []
@@ -53,12 +58,17 @@ class Display:
 
     def note(self, text: str) -> None:
         """Show a line of its own."""
-        (self.live.console if self.live else self.console).print(text, soft_wrap=True)
+        (self.live.console if self.live else self.console).print(text, soft_wrap=True, markup=False)
 
     def update(self) -> None:
-        """Look at the run once and show what is new."""
-        self._read_events()
-        markers = {step: marker for step in STEPS if (marker := self._marker(step)) is not None}
+        """Look at the run once and show what is new; what cannot be read now is shown at the next look."""
+        try:
+            self._read_events()
+            markers = self._read_markers()
+        except (Failure, OSError, ValueError) as error:
+            if isinstance(error, BadConfig):
+                raise
+            return
         if self.live:
             self.live.update(self._render(markers))
             return
@@ -87,9 +97,17 @@ class Display:
         )
         self.note(f"report                          {figures['report']}")
         folder = self.layout.scratch.parent
-        where = "" if folder.name == "runs" and not self.config.tracking.uri else f" --runs {folder}"
+        where = "" if folder.name == "runs" and not self.config.tracking.uri else f" --runs {shlex.quote(str(folder))}"
         opened = self.config.tracking.uri or f"tandem mlflow{where}  (run {figures['mlflow_run_id']})"
         self.note(f"MLflow                          {opened}")
+
+    def _read_markers(self) -> dict[str, Marker]:
+        """The steps' markers; of a remote store every few seconds, since each look is a request."""
+        remote = self.layout.store.local("steps") is None
+        if not remote or time.monotonic() - self._looked > REMOTE_EVERY_S:
+            self._looked = time.monotonic()
+            self._markers = {step: marker for step in STEPS if (marker := self._marker(step)) is not None}
+        return self._markers
 
     def _marker(self, step: str) -> Marker | None:
         marker = read_marker(self.layout, step)

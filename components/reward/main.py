@@ -12,6 +12,8 @@ from components.weights.policy import policy_tokenizer
 from configs.failure import BadConfig
 
 IDLE_S = 0.01
+GROUPS_A_TASK = 16
+"""Groups a process verifies in one go: enough to be cheap, few enough that a slow verifier shows progress."""
 SHOWN = 4
 """Groups shown at each look at samples."""
 
@@ -25,7 +27,7 @@ def reward(role: Role) -> None:
     try:
         while True:
             role.check_leaving()
-            delivered = role.experience.deliver(role.worker, role.config.train.batch_groups)
+            delivered = role.experience.deliver(role.worker, GROUPS_A_TASK * role.config.reward.processes)
             if not delivered:
                 role.pause(IDLE_S)
                 continue

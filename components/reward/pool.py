@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 from concurrent.futures import TimeoutError as TaskTimeout
 from typing import NamedTuple
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from components.reward.verifiers import Completion, Verifier, load_verifier
 from components.role import die_with_parent
@@ -43,6 +44,7 @@ class VerifierPool:
         """
         load_verifier(config)
         self.timeout_s = config.timeout_s
+        self.processes = config.processes
         self._pool = ProcessPool(
             max_workers=config.processes,
             initializer=_initialise,
@@ -53,19 +55,26 @@ class VerifierPool:
     def verify(self, jobs: list[Job]) -> list[Verdict]:
         """Verify jobs in order.
 
-        All go to the pool as one task, which is cheap when nothing is wrong; if that task fails, each goes by itself,
-        so that only the culprits are without rewards.
+        Every process gets an even share as one task, which is cheap when nothing is wrong; of a task that fails each
+        job goes by itself, so that only the culprits are without rewards.
         """
-        if not jobs:
-            return []
-        verdicts, failure = self._run(jobs)
-        if failure is None:
-            return verdicts
-        return [failure] if len(jobs) == 1 else [verdict for job in jobs for verdict in self.verify([job])]
+        share = max(1, -(-len(jobs) // self.processes))
+        parts = [jobs[start : start + share] for start in range(0, len(jobs), share)]
+        futures = [self._pool.schedule(_verify, args=(part,), timeout=self.timeout_s) for part in parts]
+        verdicts: list[Verdict] = []
+        for part, future in zip(parts, futures, strict=True):
+            done, failure = self._outcome(future)
+            if failure is None:
+                verdicts += done
+            elif len(part) == 1:
+                verdicts.append(failure)
+            else:
+                verdicts += [verdict for job in part for verdict in self.verify([job])]
+        return verdicts
 
-    def _run(self, jobs: list[Job]) -> tuple[list[Verdict], Verdict | None]:
+    def _outcome(self, future: ProcessFuture) -> tuple[list[Verdict], Verdict | None]:
         try:
-            rewards = self._pool.schedule(_verify, args=(jobs,), timeout=self.timeout_s).result()
+            rewards = future.result()
             return [Verdict(values) for values in rewards], None
         except TaskTimeout:
             return [], Verdict(
@@ -96,5 +105,7 @@ def _verify(jobs: list[Job]) -> list[list[float]]:
         rewards = [float(reward) for reward in _verifier(job.completions, job.answer)]
         if len(rewards) != len(job.completions):
             raise ValueError(f"{len(rewards)} rewards for {len(job.completions)} completions")
+        if not all(map(math.isfinite, rewards)):
+            raise ValueError(f"a reward is not a finite number: {rewards}")
         results.append(rewards)
     return results

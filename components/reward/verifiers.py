@@ -7,6 +7,7 @@ A verifier is `verify(completions, answer) -> rewards`, one float a completion. 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
@@ -61,7 +62,9 @@ VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "contains": contai
 
 def http_verifier(url: str, timeout_s: float) -> Verifier:
     """A verifier behind HTTP: POST {"completions": [{"text", "finish"}], "answer"} answers {"rewards": [float]}."""
-    client = httpx.Client(timeout=timeout_s, transport=httpx.HTTPTransport(retries=2))
+    token = os.environ.get("REWARD_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    client = httpx.Client(timeout=timeout_s, transport=httpx.HTTPTransport(retries=2), headers=headers)
 
     def verify(completions: list[Completion], answer: str) -> list[float]:
         body = {"completions": [c._asdict() for c in completions], "answer": answer}

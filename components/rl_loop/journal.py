@@ -11,7 +11,7 @@ from components.experience.experience import Experience
 from components.rl_loop.figures import Figures
 from components.storage.layout import RunLayout
 from components.tracking.run import Tracker
-from configs.failure import ServiceGone
+from configs.failure import BadConfig, ServiceGone
 
 FLUSH_S = 2.0
 """Seconds between batches to MLflow."""
@@ -40,6 +40,7 @@ class Journal:
                 self._recall(line)
         self._file = open(layout.events, "a", buffering=1, encoding="utf-8")
         self._metrics: list[Metric] = []
+        self._batch: list[Metric] = []
         self._samples: list[dict[str, Any]] = []
         self._flushed = time.monotonic()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
@@ -47,33 +48,39 @@ class Journal:
 
     def collect(self) -> None:
         """Move the events that have arrived into the file, and their metrics towards MLflow."""
-        while events := self.experience.drain_events():
-            for line in events:
-                self._file.write(line.decode() + "\n")
-                self._take(json.loads(line))
+        while self.experience.drain_events(self._keep):
+            pass
         if time.monotonic() - self._flushed > FLUSH_S and (self._sending is None or self._sending.done()):
             self._flush()
+
+    def _keep(self, events: list[bytes]) -> None:
+        for line in events:
+            self._write(line.decode())
+            self._take(json.loads(line))
+
+    def _write(self, line: str) -> None:
+        try:
+            self._file.write(line + "\n")
+        except OSError as error:
+            raise BadConfig(
+                f"{self._file.name}: cannot be written ({error.strerror}); free space there, then resume the run"
+            ) from None
 
     def write(self, event: str, **fields: Any) -> None:
         """Add an event of the loop itself."""
         record = {"time": time.time(), "run": self.run, "role": "rl_loop", "event": event, **fields}
-        self._file.write(json.dumps(record) + "\n")
+        self._write(json.dumps(record))
         self._take(record)
 
     def close(self) -> None:
-        """Send what is left, samples included.
-
-        Raises:
-            ServiceGone: the tracking server does not take it.
-        """
+        """Send what is left, samples included. A tracking server that is gone is noted: the events file has it all."""
         self.collect()
-        if self._sending is not None:
-            self._sending.result(120)
-        self._flush()
-        if self._sending is not None:
-            self._sending.result(120)
-        if self._samples:
-            self.tracker.log_samples(self._samples, self.sample_rows)
+        self._flush(wait=True)
+        try:
+            if self._samples:
+                self.tracker.log_samples(self._samples, self.sample_rows)
+        except ServiceGone as error:
+            self._note_gone(error)
         self._sender.shutdown()
         self._file.close()
 
@@ -108,22 +115,29 @@ class Journal:
         elif event["event"] == "samples":
             self._samples += [{"version": version, **row} for row in event["rows"]]
 
-    def _flush(self) -> None:
-        if self._sending is not None and self._sending.done() and (error := self._sending.exception()) is not None:
-            if not isinstance(error, ServiceGone):
-                raise error
-            # The run is worth more than its live curves: they stay in the events file, and the end tries again.
-            lost = {
-                "time": time.time(),
-                "run": self.run,
-                "role": "rl_loop",
-                "event": "tracking_gone",
-                "sentence": str(error),
-            }
-            self._file.write(json.dumps(lost) + "\n")
+    def _flush(self, wait: bool = False) -> None:
+        """Start sending the metrics so far; those of a batch that did not arrive are sent again."""
+        self._settle(wait)
         self._flushed = time.monotonic()
         if self._metrics:
-            batch, self._metrics = self._metrics, []
-            self._sending = self._sender.submit(self.tracker.log_metrics, batch)
-        else:
-            self._sending = None
+            self._batch, self._metrics = self._metrics, []
+            self._sending = self._sender.submit(self.tracker.log_metrics, self._batch)
+            if wait:
+                self._settle(wait)
+
+    def _settle(self, wait: bool) -> None:
+        """Look how the last batch went; tracking calls end by themselves, so waiting does too."""
+        if self._sending is None or not (wait or self._sending.done()):
+            return
+        error = self._sending.exception()
+        self._sending = None
+        if isinstance(error, ServiceGone):
+            # The run is worth more than its live curves.
+            self._metrics = self._batch + self._metrics
+            self._note_gone(error)
+        elif error is not None:
+            raise error
+
+    def _note_gone(self, error: ServiceGone) -> None:
+        note = {"time": time.time(), "run": self.run, "role": "rl_loop", "event": "tracking_gone"}
+        self._write(json.dumps(note | {"sentence": error.sentence}))

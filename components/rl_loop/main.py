@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import time
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -14,12 +15,12 @@ from components.experience.experience import Experience, wait_until_loaded
 from components.experience.redis_server import RedisServer
 from components.report.page import build_report
 from components.rl_loop.journal import Journal
-from components.rl_loop.supervisor import Supervisor
+from components.rl_loop.supervisor import STOP_LIMIT_S, Supervisor
 from components.step import Step, run_step
 from components.storage.store import open_store, split_uri
 from components.tracking.run import Tracker, tracking_uri
 from components.train.catalogue import latest_checkpoint
-from configs.failure import Failure, ToldToLeave
+from configs.failure import BadConfig, Failure, ServiceGone, ToldToLeave
 
 TICK_S = 0.1
 
@@ -34,6 +35,7 @@ class Loop:
         self.leaving = False
         signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGINT, self._leave)
+        self._lock = self._claim()
         self._prepare()
         self.redis = None
         url = self.config.loop.redis_url
@@ -52,6 +54,24 @@ class Loop:
 
     def _leave(self, number: int, frame: Any) -> None:
         self.leaving = True
+
+    def _claim(self) -> IO[str]:
+        """Wait until an earlier loop of this run, told to stop a moment ago, is gone.
+
+        Raises:
+            BadConfig: it is still there after the time that stopping may take.
+        """
+        self.layout.scratch.mkdir(parents=True, exist_ok=True)
+        lock = open(self.layout.scratch / "loop.lock", "w")
+        end = time.monotonic() + 2 * STOP_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                if time.monotonic() > end or self.leaving:
+                    raise BadConfig(f"another loop of run {self.config.name} is alive; stop it, then resume") from None
+                time.sleep(0.2)
 
     def _prepare(self) -> None:
         """Bring the start policy to the scratch folder, where every role of this machine reads it."""
@@ -81,7 +101,7 @@ class Loop:
             raise
         finally:
             supervisor.stop()
-            self.journal.collect()
+        self.journal.collect()
         self.experience.close()
         self._queue()
         self.journal.write("ended", version=self.journal.version, seconds=time.time() - started)
@@ -94,6 +114,8 @@ class Loop:
                 raise ToldToLeave(
                     f"the run was told to stop; `tandem run --resume {self.config.name}` goes on from its last checkpoint"
                 )
+            if self.redis is not None and self.redis.process.poll() is not None:
+                raise ServiceGone(f"redis-server ended: {self.redis.last_words()}; resume the run, nothing is lost")
             for restart in supervisor.check():
                 self.journal.write("restart", **restart)
             self.journal.collect()
@@ -107,12 +129,18 @@ class Loop:
         counters, stages = self.experience.counters(), self.experience.stages()
         counts = {name: counters.get(name, 0) for name in ("issued", "durable", "dropped")}
         self.journal.write("queue", version=self.journal.version, **counts, **stages)
-        return counters.get("trained", 0), counters.get("durable", 0), self.journal.version
+        moved = (counters.get(name, 0) for name in ("generated", "scored", "trained", "durable"))
+        return (*moved, self.journal.version)
 
     def close(self) -> None:
-        """End what the loop started."""
+        """End what the loop started, the journal first."""
+        try:
+            self.journal.close()
+        except ServiceGone as error:
+            print(f"note: the last events were not collected: {error.sentence}", flush=True)
         if self.redis is not None:
             self.redis.stop()
+        self._lock.close()
 
 
 def rl_loop(step: Step) -> None:
@@ -121,7 +149,6 @@ def rl_loop(step: Step) -> None:
     try:
         result = loop.run()
         step.store.write("audit.json", msgspec.json.encode(result))
-        loop.journal.close()
     finally:
         loop.close()
     if not result.balanced:

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 
 from components.experience.experience import Experience
+from components.role import PARENT, die_with_parent
 from components.storage.layout import RunLayout
 from configs.failure import BAD_CONFIG, BAD_DATA, ServiceGone, failure_of
 from configs.run import RunConfig
@@ -42,6 +43,7 @@ class Supervisor:
         self.config_file = layout.scratch / "config.json"
         self.config_file.write_text(config.to_json())
         layout.logs.mkdir(parents=True, exist_ok=True)
+        self._take_back_everything()
         workers = [("train", "train"), ("broadcast", "broadcast"), ("reward", "reward")]
         workers += [("rollout", f"rollout-{number}") for number in range(config.rollout.workers)]
         self.processes = [Process(role, worker, self._start(role, worker)) for role, worker in workers]
@@ -114,12 +116,14 @@ class Supervisor:
                 process.child.wait()
 
     def _start(self, role: str, worker: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, PARENT: str(os.getpid())}
         with open(self._log(worker, "log"), "ab") as out, open(self._log(worker, "err"), "ab") as err:
             return subprocess.Popen(
                 [sys.executable, "-m", f"components.{role}.main", "--config", str(self.config_file),
                  "--redis", self.redis_url, "--worker", worker],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True,
+                preexec_fn=die_with_parent,
             )  # fmt: skip
 
     def _log(self, worker: str, kind: str) -> Path:
@@ -131,6 +135,12 @@ class Supervisor:
             [line for line in file.read_text(errors="replace").splitlines() if line.strip()] if file.exists() else []
         )
         return lines[-1] if lines else f"it left none; see {self._log(worker, 'log')}"
+
+    def _take_back_everything(self) -> None:
+        """Free what the processes of an earlier execution held: they are gone, and their groups come first now."""
+        for number in range(self.config.rollout.workers):
+            self.experience.hand_back(f"rollout-{number}")
+        self.experience.release_samples("reward")
 
     def _take_back(self, process: Process) -> None:
         """Free what a dead process held, so that nobody waits for its lease to lapse."""
@@ -146,13 +156,16 @@ class Supervisor:
             return "train", "it published no version"
         if target != announced:
             return "broadcast", f"version {announced.version} was published but not offered to the engines"
+        taken = self.experience.counters().get("trained", 0) // self.config.train.batch_groups
+        if taken > announced.version:
+            return "train", f"it has the groups of version {announced.version + 1} and did not make it"
         if stages["scored"] >= self.config.train.batch_groups:
             return "train", f"{stages['scored']} scored groups wait for it"
         if stages["generated"]:
             return "reward", f"{stages['generated']} generated groups wait for it"
         if not self.experience.counters():
             return "rollout-0", f"it has not proven that it holds version {announced.version}"
-        return "rollout-0", f"{stages['running']} groups are leased and none was handed in"
+        return self.experience.holder() or "rollout-0", f"{stages['running']} groups are leased and none was handed in"
 
     def _record(self) -> None:
         """Leave the processes' ids for the exit handler."""

@@ -11,19 +11,22 @@ from tokenizers import Tokenizer
 
 from components.experience.experience import Target, Ticket
 from components.experience.group import Group, Sample
-from components.reward.verifiers import Completion, load_verifier
 from components.role import Role, run_role
+from components.rollout.greedy import GreedyScorer
 from components.rollout.prompts import PromptOrder
 from components.rollout.torch_engine import Generation, TorchEngine
-from components.rollout.torch_policy import Geometry, TorchPolicy
+from components.rollout.torch_policy import TorchPolicy
 from components.stage_data.rows import Row
 from components.stage_data.split import read_split
+from components.weights.geometry import read_geometry
 from components.weights.policy import policy_tokenizer
 from components.weights.store import WeightsStore, digest_of, fingerprint
 from configs.failure import BadData, Failure
 
 IDLE_S = 0.01
 """Seconds between looks for work when the staleness bound leaves none."""
+REPORT_AGAIN_S = 3.0
+"""Seconds after which a report without a verdict is sent again."""
 
 
 class Worker:
@@ -34,15 +37,15 @@ class Worker:
         config = role.config
         start = role.layout.scratch / "start"
         self.tokenizer: Tokenizer = policy_tokenizer(start)
-        self.engine = TorchEngine(TorchPolicy.empty(Geometry.from_folder(start)))
+        self.engine = TorchEngine(TorchPolicy.empty(read_geometry(start / "config.json", str(start / "config.json"))))
         self.store = WeightsStore(role.layout.weights)
         data = (role.layout.scratch / "data_uri").read_text()
         self.order = PromptOrder(read_split(data, "train", config.storage), config.seed)
         self.held_out = read_split(data, "eval", config.storage)[: config.evaluate.rows]
-        self.verify = load_verifier(config.reward)
+        # The first worker also looks how good the policy is by now.
+        self.scorer = GreedyScorer(self.tokenizer, config) if role.worker == "rollout-0" else None
         self.held = Target(-1, "")
         self.evaluated = -1
-        self.first = role.worker.endswith("-0")
 
     def run(self) -> None:
         """Work until told to leave."""
@@ -61,6 +64,8 @@ class Worker:
                     role.pause(IDLE_S)
         finally:
             role.experience.hand_back(role.worker)
+            if self.scorer is not None:
+                self.scorer.close()
 
     def _hold_target(self) -> bool:
         """Load the target version if another is held, and wait until broadcast has verified it."""
@@ -77,23 +82,32 @@ class Worker:
             if target.version not in self.store.versions() or experience.target() != target:
                 return False  # training is further and has pruned it: a newer target comes
             raise
-        held = Target(target.version, digest_of(fingerprint(self.engine.policy.tensors)))
-        experience.report(self.role.worker, held, time.time() - start)
-        self.held = held
-        self._await_verdict(held)
-        self.role.emit("span", held.version, kind="load", start=start, end=time.time())
+        self.held = Target(target.version, digest_of(fingerprint(self.engine.policy.tensors)))
+        if not self._proven(time.time() - start):
+            return False
+        self.role.emit("span", self.held.version, kind="load", start=start, end=time.time())
         return True
 
-    def _await_verdict(self, held: Target) -> None:
-        experience, limit = self.role.experience, self.role.config.weights.verify_timeout_s
-        end = time.monotonic() + limit
+    def _proven(self, seconds: float) -> bool:
+        """Report what the engine holds and wait for the verdict; False if another version is wanted meanwhile."""
+        experience, limit, held = self.role.experience, self.role.config.weights.verify_timeout_s, self.held
+        start = time.monotonic()
+        reported = float("-inf")
         while experience.verified(self.role.worker) != held:
             self.role.check_leaving()
+            if experience.target() != held:
+                self.held = Target(-1, "")
+                return False
+            if time.monotonic() - reported > REPORT_AGAIN_S:
+                # A broadcast that died took the report with it.
+                reported = time.monotonic()
+                experience.report(self.role.worker, held, seconds)
             if reason := experience.quarantined(self.role.worker):
                 raise Failure(f"quarantined: {reason}")
-            if time.monotonic() > end:
+            if time.monotonic() - start > limit:
                 raise Failure(f"broadcast did not verify version {held.version} within {limit:.0f} s")
             time.sleep(0.002)
+        return True
 
     def _generate(self, tickets: list[Ticket]) -> None:
         config, role = self.role.config, self.role
@@ -132,20 +146,12 @@ class Worker:
     def _evaluate_when_due(self) -> None:
         """Greedy exact match on the held-out prompts, every so many versions, by the first worker."""
         every, version = self.role.config.evaluate.every, self.held.version
-        if not self.first or version // every == self.evaluated // every:
+        if self.scorer is None or version // every == self.evaluated // every:
             return
         self.evaluated = version
         with self.role.span("evaluate", version):
-            prompts = [self.tokenizer.encode(row.prompt).ids for row in self.held_out]
-            generation = self.engine.generate(
-                prompts, max_new_tokens=self.role.config.rollout.max_new_tokens, greedy=True
-            )
-            scores = []
-            for number, row in enumerate(self.held_out):
-                text = self.tokenizer.decode(generation.tokens[number, : generation.lengths[number]].tolist())
-                done = bool(generation.finished[number])
-                scores += self.verify([Completion(text, "stop" if done else "length")], row.answer)
-        self.role.emit("evaluation", version, exact_match=sum(scores) / len(scores), rows=len(scores))
+            rewards = self.scorer.score(self.engine, self.held_out).rewards
+        self.role.emit("evaluation", version, exact_match=float(rewards.mean()), rows=len(rewards))
 
 
 def _seed(seed: int, version: int, tickets: list[Ticket]) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from components.rollout.torch_policy import Cache, TorchPolicy
-from components.weights.policy import EOS, PAD
+from components.weights.policy import PAD
 from configs.failure import BadData
 
 COMPACT_BELOW = 0.75
@@ -34,6 +34,7 @@ class TorchEngine:
 
     def __init__(self, policy: TorchPolicy) -> None:
         self.policy = policy
+        self._ends = torch.tensor(policy.geometry.eos_ids)
 
     @torch.inference_mode()
     def generate(
@@ -75,7 +76,7 @@ class TorchEngine:
             chosen, chosen_logprobs = _choose(logits, temperature, greedy, random)
             tokens[live, step], logprobs[live, step] = chosen, chosen_logprobs
             # A row that finished but was not yet compacted away goes on; what it draws is cut off below.
-            running = (tokens[live, : step + 1] != EOS).all(1)
+            running = ~torch.isin(tokens[live, : step + 1], self._ends).any(1)
             count = int(running.sum())
             if count == 0 or step == max_new_tokens - 1:
                 break
@@ -84,7 +85,7 @@ class TorchEngine:
                 cache = [(keys[running], values[running]) for keys, values in cache]
                 pads = pads[running] if pads is not None else None
             logits = self.policy.forward(chosen[:, None], cache, width + step, pads)
-        return _trimmed(tokens.numpy(), logprobs.numpy())
+        return _trimmed(tokens.numpy(), logprobs.numpy(), self._ends.numpy())
 
     def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
         geometry = self.policy.geometry
@@ -122,10 +123,10 @@ def _choose(
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
-def _trimmed(tokens: np.ndarray, logprobs: np.ndarray) -> Generation:
+def _trimmed(tokens: np.ndarray, logprobs: np.ndarray, ends: np.ndarray) -> Generation:
     """Cut each row after its first end-of-sequence token."""
-    ended = tokens == EOS
-    finished = ended.any(1)
+    ended = (tokens[..., None] == ends).any(-1)
+    finished = ended.any(axis=1)
     lengths = np.where(finished, ended.argmax(1) + 1, tokens.shape[1]).astype(np.int32)
     keep = np.arange(tokens.shape[1]) < lengths[:, None]
     return Generation((tokens * keep).astype(np.int32), (logprobs * keep).astype(np.float32), lengths, finished)

@@ -7,15 +7,14 @@ forward to float32 rounding.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 import torch.nn.functional as F
 
-from components.weights.policy import ARCHITECTURE, checkpoint_views
+from components.weights.geometry import Geometry, geometry_of, read_geometry
+from components.weights.policy import checkpoint_views
 from configs.failure import BadData
 
 if TYPE_CHECKING:
@@ -23,81 +22,6 @@ if TYPE_CHECKING:
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values a layer, each [N, kv heads, columns, head_dim]."""
-
-
-class Geometry(msgspec.Struct, frozen=True):
-    """Sizes of a Qwen3-MoE, named as in its config.json."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: dict[str, Any]
-    norm_topk_prob: bool = True
-    tie_word_embeddings: bool = False
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> Geometry:
-        """Read config.json.
-
-        Raises:
-            BadData: another architecture, or a variant this forward pass does not compute.
-        """
-        file = folder / "config.json"
-        try:
-            values = json.loads(file.read_text())
-            geometry = cls.from_config(values)
-        except (OSError, ValueError, msgspec.ValidationError) as error:
-            raise BadData(f"{file}: is not the configuration of a {ARCHITECTURE} ({error})") from None
-        if values.get("architectures") != [ARCHITECTURE]:
-            raise BadData(
-                f"{file}: architecture is {values.get('architectures')}; the torch engine knows {ARCHITECTURE}"
-            )
-        if geometry.rope_parameters.get("rope_type", "default") != "default":
-            raise BadData(
-                f"{file}: rope_type {geometry.rope_parameters['rope_type']}; the torch engine knows 'default'"
-            )
-        return geometry
-
-    @classmethod
-    def from_config(cls, values: dict[str, Any]) -> Geometry:
-        """From a config.json of transformers 4 (`num_experts`, `rope_theta`) or 5 (`num_local_experts`, `rope_parameters`)."""
-        experts = values.get("num_experts", values.get("num_local_experts"))
-        rope = values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", 10000.0)}
-        return msgspec.convert({**values, "num_experts": experts, "rope_parameters": rope}, cls, strict=False)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every in-memory parameter, experts stacked."""
-        hidden, head = self.hidden_size, self.head_dim
-        queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
-        experts, inner = self.num_experts, self.moe_intermediate_size
-        layer = {
-            "self_attn.q_proj.weight": (queries, hidden),
-            "self_attn.k_proj.weight": (keys, hidden),
-            "self_attn.v_proj.weight": (keys, hidden),
-            "self_attn.o_proj.weight": (hidden, queries),
-            "self_attn.q_norm.weight": (head,),
-            "self_attn.k_norm.weight": (head,),
-            "mlp.experts.gate_up_proj": (experts, 2 * inner, hidden),
-            "mlp.experts.down_proj": (experts, hidden, inner),
-            "mlp.gate.weight": (experts, hidden),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for index in range(self.num_hidden_layers):
-            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-        shapes["model.norm.weight"] = (hidden,)
-        if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        return shapes
 
 
 class TorchPolicy:
@@ -115,24 +39,24 @@ class TorchPolicy:
         self._head = fused.get("lm_head.weight", fused["model.embed_tokens.weight"])
         positions = torch.arange(geometry.max_position_embeddings, dtype=torch.float32)
         steps = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
-        angles = torch.outer(positions, 1.0 / geometry.rope_parameters["rope_theta"] ** steps)
+        angles = torch.outer(positions, 1.0 / geometry.rope_theta**steps)
         angles = torch.cat([angles, angles], -1)
         self._cos, self._sin = angles.cos(), angles.sin()
 
     @classmethod
     def empty(cls, geometry: Geometry) -> TorchPolicy:
         """Parameters not yet loaded: write them through `tensors`."""
-        return cls(geometry, {name: torch.zeros(shape) for name, shape in geometry.shapes().items()})
+        return cls(geometry, {name: torch.zeros(shape) for name, shape in geometry.fused_shapes().items()})
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> TorchPolicy:
         """Share the memory of a transformers model."""
-        geometry = Geometry.from_config(model.config.to_dict())
+        geometry = geometry_of(model.config.to_dict(), "the model")
         return cls(geometry, {name: parameter.data for name, parameter in model.named_parameters()})
 
     @classmethod
     def from_folder(cls, folder: Path) -> TorchPolicy:
-        """Read a Hugging Face folder with one safetensors file.
+        """Read a Hugging Face folder of safetensors files.
 
         Raises:
             BadData: another architecture, or tensors that do not fit its config.json.
@@ -140,13 +64,13 @@ class TorchPolicy:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        policy = cls.empty(Geometry.from_folder(folder))
-        try:
-            stored = load_file(folder / "model.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise BadData(
-                f"{folder / 'model.safetensors'}: cannot be read ({error}); fetch the checkpoint again"
-            ) from None
+        policy = cls.empty(read_geometry(folder / "config.json", str(folder / "config.json")))
+        stored: dict[str, torch.Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                stored |= load_file(file)
+            except (OSError, SafetensorError) as error:
+                raise BadData(f"{file}: cannot be read ({error}); fetch the checkpoint again") from None
         policy.load(stored, str(folder))
         return policy
 

@@ -55,9 +55,12 @@ def read_rows(data: DataConfig, settings: StorageConfig) -> list[SourceRow]:
     store = open_store(parent, settings)
     local = store.local(key)
     if local is not None:
-        if not local.exists():
-            raise BadData(f"{uri}: no such file; set data.uri to a JSONL or Parquet file")
-        return _checked(local, uri, data)
+        try:
+            if not local.exists():
+                raise BadData(f"{uri}: no such file; set data.uri to a JSONL or Parquet file")
+            return _checked(local, uri, data)
+        except OSError as error:
+            raise BadData(f"{uri}: cannot be read ({error.strerror}); check the file and its permissions") from None
     with tempfile.TemporaryDirectory(prefix="tandem-data-") as folder, transfer_progress(f"fetch {key}") as on_bytes:
         copy = Path(folder) / key
         store.download(key, copy, on_bytes)
@@ -93,7 +96,7 @@ def _jsonl_records(path: Path, uri: str) -> Iterator[tuple[str, dict[str, object
                 continue
             try:
                 record = msgspec.json.decode(text)
-            except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     raise BadData(
                         f"{uri} {place}: the file is cut off within this line; fetch it again whole"
@@ -128,6 +131,8 @@ def _checked_columns(schema: pa.Schema, uri: str, data: DataConfig) -> list[str]
     has = ", ".join(schema.names)
     columns = [data.prompt_field, data.answer_field]
     for setting, name in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
+        if schema.names.count(name) > 1:
+            raise BadData(f"{uri}: has more than one column '{name}'; keep one")
         if name not in schema.names:
             raise BadData(f"{uri}: has no column '{name}' (it has {has}); set {setting}")
         kind = schema.field(name).type

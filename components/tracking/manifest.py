@@ -67,7 +67,7 @@ def build_manifest(
         "host": _host(),
         "images": dict(images or {}),
         "ir": {"sha256": _file_sha256(ir) if ir else os.environ.get("TANDEM_IR_SHA256")},
-        "lock": {"sha256": _file_sha256(ROOT / "uv.lock")},
+        "lock": {"sha256": _file_sha256(ROOT / "requirements.lock")},
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "stack": {"name": config.stack, "sha256": _file_sha256(stack)},

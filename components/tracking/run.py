@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from components.storage.layout import RunLayout
 from components.tracking.client import answering, open_client, tracking_uri
 from configs.failure import BadConfig
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from configs.run import RunConfig
 
+PLACE_TAG = "tandem.store"
+"""Tag with the URI of the run's store: two runs of one name in different places are two runs."""
 RUN_TAG = "tandem.run"
 """Tag with the run's name, by which a retried step finds the run it created."""
 Point = tuple[str, float, int, float]
@@ -28,8 +31,8 @@ _PARAM_CHARACTERS = 6000
 def open_run(config: RunConfig, tags: Mapping[str, str] | None = None) -> str:
     """The id of this run's MLflow run, which is created if it is not there yet.
 
-    `MLFLOW_RUN_ID` wins: that run is adopted and the variable stays for the processes started later. Else an
-    unfinished run with this name is taken up again, so that a retried step creates no second one.
+    `MLFLOW_RUN_ID` wins: that run is adopted and the variable stays for the processes started later. Else the
+    run with this name and place is taken up again, so that a retried step or a resumed run creates no second one.
 
     Args:
         config: Names the server, the experiment and the run.
@@ -42,7 +45,7 @@ def open_run(config: RunConfig, tags: Mapping[str, str] | None = None) -> str:
     uri = tracking_uri(config)
     client = open_client(uri)
     with answering(uri):
-        run_id = os.environ.get("MLFLOW_RUN_ID") or _unfinished_run(client, config) or _new_run(client, config)
+        run_id = os.environ.get("MLFLOW_RUN_ID") or _known_run(client, config) or _new_run(client, config)
         _adopt(client, uri, run_id, {RUN_TAG: config.name, **(tags or {})})
     return run_id
 
@@ -63,13 +66,13 @@ def _adopt(client: MlflowClient, uri: str, run_id: str, tags: Mapping[str, str])
     _log(client, run_id, tags=tags)
 
 
-def _unfinished_run(client: MlflowClient, config: RunConfig) -> str | None:
+def _known_run(client: MlflowClient, config: RunConfig) -> str | None:
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     if experiment is None:
         return None
     found = client.search_runs(
         [experiment.experiment_id],
-        f"tags.`{RUN_TAG}` = '{config.name}' and attributes.status != 'FINISHED'",
+        f"tags.`{RUN_TAG}` = '{config.name}' and tags.`{PLACE_TAG}` = '{RunLayout(config).uri}'",
         max_results=1,
         order_by=["attributes.start_time DESC"],
     )
@@ -78,7 +81,9 @@ def _unfinished_run(client: MlflowClient, config: RunConfig) -> str | None:
 
 def _new_run(client: MlflowClient, config: RunConfig) -> str:
     experiment_id = _experiment(client, config.tracking.experiment)
-    run = client.create_run(experiment_id, run_name=config.name, tags={RUN_TAG: config.name})
+    run = client.create_run(
+        experiment_id, run_name=config.name, tags={RUN_TAG: config.name, PLACE_TAG: RunLayout(config).uri}
+    )
     return run.info.run_id
 
 

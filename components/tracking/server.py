@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import http.client
 import os
 import signal
@@ -179,7 +180,10 @@ def _serve(folder: Path, descriptor: int) -> None:
     from mlflow.server.fastapi_app import app
     from mlflow.server.handlers import initialize_backend_stores
 
-    initialize_backend_stores(database, database, "mlflow-artifacts:/")
+    with open(folder / "lock", "w") as lock:
+        # Two servers that start together must not both set up a new database.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        initialize_backend_stores(database, database, "mlflow-artifacts:/")
     options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
     uvicorn.Server(options).run(sockets=[socket.socket(fileno=descriptor)])
 

@@ -54,7 +54,9 @@ def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
         kind: `group_mean` subtracts the group's mean (Dr. GRPO, arXiv 2503.20783); `group_mean_std` also divides by its
             standard deviation (GRPO, arXiv 2402.03300).
     """
-    centred = rewards - rewards.mean(1, keepdims=True)
+    # Rounding must not make a signal of a group whose rewards are all the same.
+    differing = rewards.max(1, keepdims=True) > rewards.min(1, keepdims=True)
+    centred = np.where(differing, rewards - rewards.mean(1, keepdims=True), 0.0)
     if kind == "group_mean_std":
         centred = centred / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
     return centred
@@ -67,7 +69,7 @@ def collate(groups: list[Group], config: TrainConfig, version: int) -> Batch | N
         groups: Scored groups of equal size.
         version: The version being trained, from which staleness counts.
     """
-    values = advantages(np.array([group.rewards for group in groups], np.float32), config.advantage)
+    values = advantages(np.array([group.rewards for group in groups]), config.advantage)
     useful = [
         (group.prompt_ids, sample, advantage)
         for group, row in zip(groups, values, strict=True)

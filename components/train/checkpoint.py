@@ -68,7 +68,8 @@ def restore(layout: RunLayout, config: RunConfig, start: Path) -> tuple[Trainer,
         _restore_optimizer(trainer, load_file(folder / "trainer" / "optimizer.safetensors"))
     except (OSError, KeyError, SafetensorError, msgspec.DecodeError) as error:
         raise BadData(
-            f"checkpoint {name}: the trainer's state cannot be read ({error}); delete it to use the one before"
+            f"checkpoint {name}: the trainer's state cannot be read ({error}); fetch it again, or start a new run from"
+            " an earlier one by model.checkpoint"
         ) from None
     trainer.step = state.step
     shutil.rmtree(folder)

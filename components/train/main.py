@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections import Counter
 
@@ -16,7 +17,7 @@ from components.train.checkpoint import restore, save_checkpoint
 from components.train.ledger import Ledger
 from components.weights.policy import checkpoint_tensors, policy_tokenizer
 from components.weights.store import WeightsStore
-from configs.failure import ToldToLeave
+from configs.failure import BadData, ToldToLeave
 
 IDLE_S = 0.003
 """Seconds between looks for a batch."""
@@ -32,6 +33,10 @@ class TrainingRole:
         self.tokenizer = policy_tokenizer(start)
         self.trainer, state = restore(role.layout, role.config, start)
         self.saved = state.step if state else -1
+        # What a killed process left half written.
+        for torn in (*role.layout.scratch.glob(".checkpoint-*"), *role.layout.weights.glob(".publish-*")):
+            shutil.rmtree(torn, ignore_errors=True)
+        self._check_experience(state)
         if state is not None:
             # The trainer may have died between making the checkpoint durable and acknowledging its groups.
             self._acknowledge(state.step)
@@ -105,6 +110,25 @@ class TrainingRole:
         self.saved = step
         self.role.emit("checkpoint", step, uri=uri)
         self.role.emit("span", step, kind="checkpoint", start=start, end=time.time())
+
+    def _check_experience(self, state: TrainerState | None) -> None:
+        """See that Redis and the checkpoint tell of the same run; a Redis that lost everything starts from the latter.
+
+        Raises:
+            BadData: they do not, and the counts would never balance again.
+        """
+        experience, step = self.role.experience, state.step if state else 0
+        counters = experience.counters()
+        if state is not None and not counters:
+            experience.recount(state.step, state.issued)
+            return
+        durable = counters.get("durable_step", 0)
+        known = durable + len(experience.batches(durable + 1, step))
+        if durable > step or known < step:
+            raise BadData(
+                f"the newest checkpoint is at step {step}, but Redis tells of {max(durable, known)} steps: one of them is"
+                " another run's or was lost; restore it, or start a new run from a checkpoint by model.checkpoint"
+            )
 
     def _acknowledge(self, step: int) -> None:
         """Enter the groups that a durable checkpoint covers into the ledger, then acknowledge them; repeatable."""

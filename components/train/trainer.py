@@ -10,6 +10,7 @@ import torch
 from components.experience.group import Group
 from components.train.batch import Batch, collate
 from components.train.objective import load_balance, surrogate
+from configs.failure import Failure
 from configs.run import RunConfig
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.clip_norm)
+            if not torch.isfinite(norm):
+                raise Failure(f"step {self.step + 1}: the gradient is not finite; lower train.learning_rate")
             self.optimizer.step()
             gap = (logprobs.detach() - part.behaviour).abs()[~stale]
             for name, value in (

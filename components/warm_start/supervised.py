@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from components.reward.verifiers import Completion, load_verifier
+from components.rollout.greedy import GreedyScorer
 from components.rollout.torch_engine import TorchEngine
 from components.rollout.torch_policy import TorchPolicy
 from components.stage_data.rows import Row
@@ -58,7 +58,8 @@ def warm_up(
     engine = TorchEngine(TorchPolicy.from_model(model))
     random = np.random.default_rng(config.seed)
     model.train()
-    progress = Progress(0, None, exact_match(engine, tokenizer, held_out, config))
+    scorer = GreedyScorer(tokenizer, config)
+    progress = Progress(0, None, float(scorer.score(engine, held_out).rewards.mean()))
     report(progress)
     while progress.exact_match < settings.target_exact_match and progress.step < settings.max_steps:
         for step in range(progress.step + 1, progress.step + 1 + settings.eval_every):
@@ -70,26 +71,15 @@ def warm_up(
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
             optimizer.step()
-        progress = Progress(step, loss.item(), exact_match(engine, tokenizer, held_out, config))
+        progress = Progress(step, loss.item(), float(scorer.score(engine, held_out).rewards.mean()))
         report(progress)
+    scorer.close()
     if progress.exact_match < settings.target_exact_match:
         raise BadConfig(
             f"the warm start reached exact match {progress.exact_match:.3f} after {progress.step} steps, not"
             f" warm_start.target_exact_match {settings.target_exact_match}; lower the target or raise warm_start.max_steps"
         )
     return progress
-
-
-def exact_match(engine: TorchEngine, tokenizer: Tokenizer, rows: list[Row], config: RunConfig) -> float:
-    """Mean reward of greedy completions (for `exact_match`: the share of right ones)."""
-    verify = load_verifier(config.reward)
-    prompts = [tokenizer.encode(row.prompt).ids for row in rows]
-    generation = engine.generate(prompts, max_new_tokens=config.rollout.max_new_tokens, greedy=True)
-    total = 0.0
-    for number, row in enumerate(rows):
-        text = tokenizer.decode(generation.tokens[number, : generation.lengths[number]].tolist())
-        total += verify([Completion(text, "stop" if generation.finished[number] else "length")], row.answer)[0]
-    return total / len(rows)
 
 
 def _examples(rows: list[Row], tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 PAD, BOS, EOS = 0, 1, 2
+"""Special tokens of a new policy; a given one names its own in config.json."""
 
 
 def new_policy(geometry: ModelConfig, vocab_size: int, seed: int) -> PreTrainedModel:
@@ -56,6 +57,7 @@ def new_policy(geometry: ModelConfig, vocab_size: int, seed: int) -> PreTrainedM
         eos_token_id=EOS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
+    config.architectures = [ARCHITECTURE]
     return Qwen3MoeForCausalLM(config).float()
 
 
@@ -93,7 +95,6 @@ def save_policy(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> N
     from transformers import PreTrainedTokenizerFast
 
     folder.mkdir(parents=True, exist_ok=True)
-    model.config.architectures = [ARCHITECTURE]
     model.config.dtype = model.dtype
     model.config.save_pretrained(folder)
     # transformers 5 writes `num_local_experts` only; engines and transformers 4 read `num_experts`.
@@ -103,13 +104,13 @@ def save_policy(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> N
     # Views of fused experts share storage, which safetensors refuses: each becomes its own tensor in the file.
     tensors = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=tokenizer.id_to_token(BOS),
-        eos_token=tokenizer.id_to_token(EOS),
-        pad_token=tokenizer.id_to_token(PAD),
-        padding_side="left",
-    ).save_pretrained(folder)
+    named = {}
+    for role in ("bos", "eos", "pad"):
+        ids = getattr(model.config, f"{role}_token_id", None)
+        token = ids[0] if isinstance(ids, list) else ids
+        if token is not None:
+            named[f"{role}_token"] = tokenizer.id_to_token(token)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **named).save_pretrained(folder)
 
 
 def policy_tokenizer(folder: Path) -> Tokenizer:

@@ -123,7 +123,7 @@ class WeightsStore:
 
     def versions(self) -> list[int]:
         """Complete versions, ascending."""
-        return sorted(int(path.name[1:]) for path in self.folder.glob("v[0-9]*"))
+        return sorted(int(path.parent.name[1:]) for path in self.folder.glob("v[0-9]*/manifest.json"))
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of a version.
@@ -185,6 +185,8 @@ class WeightsStore:
 
         Later ones stay: they are of the time before a crash, and the repeated steps come to them again.
         """
-        for version in self.versions():
-            if version <= current - keep:
-                shutil.rmtree(self.path(version), ignore_errors=True)
+        for path in self.folder.glob("v[0-9]*"):
+            if int(path.name[1:]) <= current - keep:
+                # Without its manifest it no longer counts as a version, should the rest of this be cut short.
+                (path / "manifest.json").unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)

@@ -67,7 +67,9 @@ def test_a_good_checkpoint_comes_whole_into_the_run(given: Path, tmp_path: Path)
 
 def test_the_older_name_of_the_expert_count_is_read(given: Path, tmp_path: Path) -> None:
     file = given / "config.json"
-    file.write_text(file.read_text().replace("num_local_experts", "num_experts"))
+    values = json.loads(file.read_text())
+    values.pop("num_local_experts")
+    file.write_text(json.dumps(values))
     adopt(given, tmp_path)
     assert (tmp_path / "tested" / "start" / "_digests.json").exists()
 
@@ -94,15 +96,21 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         "architecture is LlamaForCausalLM (llama)",
     ),
     "no architecture": (lambda g: edit(g, "config.json", architectures=None), "architecture is none"),
-    "config is no object": (lambda g: (g / "config.json").write_text("[1]"), "is not a JSON object"),
-    "a size of another type": (lambda g: edit(g, "config.json", num_local_experts="8"), "config.json: expected `int`"),
+    "config is no object": (lambda g: (g / "config.json").write_text("[1]"), "no JSON object"),
+    "a size of another type": (lambda g: edit(g, "config.json", num_experts="8"), "config.json: expected `int`"),
     "a size of zero": (lambda g: edit(g, "config.json", head_dim=0), "a size below 1"),
+    "a width the kernels cannot take": (
+        lambda g: edit(g, "config.json", moe_intermediate_size=9),
+        "moe_intermediate_size 9 is no multiple of 4",
+    ),
+    "scaled positions": (lambda g: edit(g, "config.json", rope_scaling={"type": "yarn"}, rope_parameters=None), "yarn"),
+    "dense layers": (lambda g: edit(g, "config.json", mlp_only_layers=[0]), "layers without experts"),
     "quantized": (lambda g: edit(g, "config.json", quantization_config={"bits": 4}), "is quantized"),
     "other width": (
-        lambda g: edit(g, "config.json", moe_intermediate_size=9),
-        "has shape [16, 8], but config.json makes it [16, 9]",
+        lambda g: edit(g, "config.json", moe_intermediate_size=12),
+        "has shape [16, 8], but config.json makes it [16, 12]",
     ),
-    "another expert": (lambda g: edit(g, "config.json", num_local_experts=4), "mlp.gate.weight' has shape [3, 16]"),
+    "another expert": (lambda g: edit(g, "config.json", num_experts=4), "mlp.gate.weight' has shape [3, 16]"),
     "fewer layers": (lambda g: edit(g, "config.json", num_hidden_layers=1), "is none that config.json asks for"),
     "a tensor gone": (lambda g: retensor(g, lambda t: t.pop("model.norm.weight")), "'model.norm.weight' is in no file"),
     "integers": (

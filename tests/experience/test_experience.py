@@ -253,6 +253,47 @@ def test_events_are_drained_in_order(make_experience: Make) -> None:
     experience = make_experience()
     experience.emit([b"1", b"2"])
     experience.emit([b"3"])
-    assert experience.drain_events(2) == [b"1", b"2"]
-    assert experience.drain_events() == [b"3"]
-    assert experience.drain_events() == []
+    kept: list[bytes] = []
+    assert experience.drain_events(kept.extend, 2)
+    assert kept == [b"1", b"2"]
+
+    def full_disk(events: list[bytes]) -> None:
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        experience.drain_events(full_disk)
+    assert experience.drain_events(kept.extend)
+    assert kept == [b"1", b"2", b"3"]
+    assert not experience.drain_events(kept.extend)
+
+
+def test_a_lapsed_ticket_waits_for_an_engine_of_its_version(
+    make_experience: Make, make_group: MakeGroup, prove: Prove
+) -> None:
+    """Training went back to a checkpoint: sampled with the older version, the group would be stale at its step."""
+    experience = make_experience(loop={"max_staleness": 0}, train={"steps": 10})
+    for version in (0, 1, 2):
+        generate(experience, prove(experience, "w", version), make_group)
+        score(experience)
+        assert experience.take(version + 1)
+    tickets = experience.lease("w", prove(experience, "w", 3), 4)
+    assert len(tickets) == 4
+    experience.hand_back("w")
+    assert experience.lease("w", prove(experience, "w", 0), 4) == []
+    again = experience.lease("w", prove(experience, "w", 3), 4)
+    assert [ticket.group for ticket in again] == [ticket.group for ticket in tickets]
+
+
+def test_a_new_report_lifts_the_quarantine_of_an_earlier_process(make_experience: Make) -> None:
+    experience = make_experience()
+    experience.quarantine("w", "an earlier process held something else")
+    experience.report("w", Target(1, "d"), 0.1)
+    assert experience.quarantined("w") == ""
+
+
+def test_the_holder_of_the_most_tickets_is_named(make_experience: Make, prove: Prove) -> None:
+    experience = make_experience()
+    assert experience.holder() == ""
+    experience.lease("few", prove(experience, "few"), 1)
+    experience.lease("many", prove(experience, "many"), 3)
+    assert experience.holder() == "many"

@@ -38,7 +38,7 @@ def test_a_dry_run_prints_the_resolved_configuration_and_leaves_nothing(tmp_path
     resolved = yaml.safe_load(done.out)
     assert resolved["train"]["steps"] == 50
     assert resolved["name"] == "mine"
-    assert resolved["tracking"]["registered_model"] == "tandem-quickstart"
+    assert resolved["tracking"]["registered_model"] == "tandem-add2r"
     assert resolved["storage"]["root"] == str(tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
 
@@ -63,6 +63,15 @@ def test_a_dry_run_prints_the_resolved_configuration_and_leaves_nothing(tmp_path
         (["data", "add2r", "x.txt"], 64, "x.txt"),
         (["data", "add2r", "x.jsonl", "--rows", "20000"], 64, "10"),
         (["no-such-command"], 64, "No such command"),
+        (["mlflow", "--port", "99999"], 64, "99999"),
+        (["bench", "loop", "--seeds", "a,b"], 64, "no list of numbers"),
+        (["compile", "-o", "/proc/nope/x.yaml"], 64, "cannot be written"),
+        (["run", QUICKSTART, "--json", "/proc/nope/x.json"], 64, "--json"),
+        (["run", QUICKSTART, "--dry-run", "-s", "stack=nope"], 64, "stack 'nope' is unknown"),
+        (["run", QUICKSTART, "-s", "tracking.uri=ftp://x/y"], 64, "no http address"),
+        (["run", QUICKSTART, "-s", "loop.redis_url=redis://:hunter2@h:1/0"], 64, "REDIS_PASSWORD"),
+        (["run", QUICKSTART, "-s", "model.hidden_size=10"], 64, "multiple of 8"),
+        (["run", QUICKSTART, "-s", "train.learning_rate=.inf"], 64, "'train.learning_rate'"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
@@ -89,6 +98,9 @@ def test_an_ended_runs_name_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "old"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text("kept")
+    (folder / "steps").mkdir()
+    marker = {"step": "stage_data", "status": "done", "pid": 1, "host": "h", "started": 1.0}
+    (folder / "steps" / "stage_data.json").write_text(json.dumps(marker))
     done = tandem(tmp_path, "run", QUICKSTART, "--name", "old")
     assert done.code == 64
     assert "--resume old" in done.err
@@ -130,6 +142,20 @@ def test_bad_data_ends_a_run_in_one_sentence(tmp_path: Path, mlflow_server: Serv
     assert words in done.err
     assert done.err.count("\n") == 1
     assert json.loads((tmp_path / "runs" / "bad" / "steps" / "release.json").read_text())["status"] == "done"
+
+
+def test_a_mistake_does_not_take_the_name(tmp_path: Path, mlflow_server: Server) -> None:
+    """And words in brackets are words: no display may read them as its own language."""
+    line = b'{"id": "[/a]", "prompt": "1", "answer": "1"}\n'
+    (tmp_path / "x.jsonl").write_bytes(line * 2)
+    for _ in range(2):
+        done = tandem(
+            tmp_path, "run", QUICKSTART, "-s", "data.uri=x.jsonl", "--plain", "--name", "again",
+            MLFLOW_TRACKING_URI=mlflow_server.uri,
+        )  # fmt: skip
+        assert done.code == 65
+        assert "[/a]" in done.err
+        assert "[/a]" in done.out
 
 
 def test_data_is_the_same_every_time(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ def moody(completions: list[Completion], answer: str) -> list[float]:
         raise ValueError("cannot judge this")
     if answer == "die":
         os._exit(3)
+    if answer == "nan":
+        return [float("nan")] * len(completions)
     return [1.0] if answer == "short" else [1.0] * len(completions)
 
 
@@ -43,6 +45,7 @@ def test_only_the_culprit_is_without_reward() -> None:
             ("raise", "reward_error"),
             ("die", "reward_error"),
             ("short", "reward_error"),
+            ("nan", "reward_error"),
         ):
             verdicts = verifiers.verify([job("fine"), job(bad), job("fine")])
             assert [verdict.failed for verdict in verdicts] == ["", reason, ""], bad

@@ -38,6 +38,13 @@ def even(completions: list[Completion], answer: str) -> list[float]:
     return [float(c.text[:1] in ("0", "2", "4", "6", "8")) for c in completions]
 
 
+def moody(completions: list[Completion], answer: str) -> list[float]:
+    """Fails on every other single completion, which is what an evaluation asks about."""
+    if len(completions) == 1 and int(answer) % 2:
+        raise ValueError("cannot judge this")
+    return [float(number % 2 == 0) for number, _ in enumerate(completions)]
+
+
 def stuck(completions: list[Completion], answer: str) -> list[float]:
     """Never answers."""
     time.sleep(3600)

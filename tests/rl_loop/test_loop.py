@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from components.experience.redis_server import RedisServer
 from components.tracking.server import Server
 from configs.run import RunConfig
 from pipelines.execution import audit_run
@@ -128,6 +129,41 @@ def test_a_killed_loop_leaves_no_process_behind_and_can_be_resumed(make_run: Mak
     code, words = run.finish(run.start())
     assert (code, words) == (0, "")
     check_accounts(run, 8)
+
+
+def test_roles_do_not_outlive_a_loop_that_is_killed_while_they_start(
+    make_run: MakeRun, redis_server: RedisServer
+) -> None:
+    """With a Redis of its own life, nothing else would end them."""
+    run = make_run(train={"steps": 500}, loop={"redis_url": redis_server.url})
+    process = run.start()
+    run.wait(lambda: (run.layout.scratch / "roles.json").exists(), process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert [child.cmdline() for child in alive] == []
+
+
+def test_a_killed_redis_is_named_at_once_and_the_run_can_be_resumed(make_run: MakeRun) -> None:
+    run = make_run(train={"steps": 30})
+    process = run.start()
+    run.wait_for_steps(3, process)
+    psutil.Process(int((run.layout.scratch / "redis_url").read_text().split()[1])).kill()
+    code, words = run.finish(process)
+    assert code == 69
+    assert "redis" in words.lower()
+    code, words = run.finish(run.start())
+    assert (code, words) == (0, "")
+    check_accounts(run, 30)
+
+
+def test_a_verifier_that_fails_on_held_out_prompts_costs_no_worker(make_run: MakeRun) -> None:
+    run = make_run(train={"steps": 6}, reward={"verifier": "tests.rl_loop.loop_run:moody"})
+    code, words = run.finish(run.start())
+    assert (code, words) == (0, "")
+    assert run.events("restart") == []
+    assert 0 < run.events("evaluation")[0]["exact_match"] < 1
 
 
 def test_a_loop_that_stands_still_names_the_role(make_run: MakeRun) -> None:

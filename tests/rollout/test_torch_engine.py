@@ -106,3 +106,13 @@ def test_tensors_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(BadData, match="do not match"):
         policy.load(stored, "test")
     assert not any(tensor.any() for tensor in policy.tensors.values())
+
+
+def test_completions_end_at_the_tokens_the_model_names() -> None:
+    model = new_policy(ModelConfig(hidden_size=64, num_hidden_layers=2, context_length=64), VOCABULARY, seed=3).eval()
+    model.config.eos_token_id = [7, 9]
+    made = TorchEngine(TorchPolicy.from_model(model)).generate(prompts([7] * 30), max_new_tokens=20, seed=5)
+    assert made.finished.any()
+    for row, completion in enumerate(completions(made)):
+        assert (completion[-1] in (7, 9)) == made.finished[row]
+        assert not {7, 9} & set(completion[:-1])

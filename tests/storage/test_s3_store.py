@@ -54,7 +54,7 @@ def test_server_that_is_not_there(s3_uri: str) -> None:
         open_store(s3_uri, StorageConfig(endpoint_url=f"http://127.0.0.1:{port}")).read("key")
 
 
-@pytest.mark.parametrize("url", ["nonsense", "http://"])
+@pytest.mark.parametrize("url", ["http://"])
 def test_endpoint_that_is_no_address(s3_uri: str, url: str) -> None:
     with pytest.raises(BadConfig, match=r"storage\.endpoint_url"):
         open_store(s3_uri, StorageConfig(endpoint_url=url)).read("key")

@@ -15,6 +15,7 @@ def test_the_manifest_is_canonical_json_with_one_digest(tmp_path: Path) -> None:
     again = build_manifest(RunConfig(), ir=ir, images={"control": "example/control@sha256:0"})
     assert manifest_bytes(manifest) == manifest_bytes(again)
     assert json.loads(manifest_bytes(manifest)) == manifest
+    assert all(manifest[part]["sha256"] for part in ("lock", "stack", "config"))
     assert manifest["python"] == platform.python_version()
     assert manifest["packages"]["mlflow"] and manifest["packages"]["deep_ep"] is None
     assert manifest_tags(manifest)["build.manifest_sha256"] == manifest_digest(manifest)

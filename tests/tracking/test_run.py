@@ -19,7 +19,7 @@ def run_config(server: Server, name: str, **fields: object) -> RunConfig:
     return RunConfig.model_validate({"name": name, "tracking": {"uri": server.uri}, **fields})
 
 
-def test_open_run_finds_the_unfinished_run_and_leaves_a_finished_one_alone(mlflow_server: Server) -> None:
+def test_open_run_finds_the_run_of_the_same_name_and_place(mlflow_server: Server) -> None:
     config = run_config(mlflow_server, "twice")
     first = open_run(config, {"git.commit": "abc"})
     assert open_run(config) == first
@@ -30,7 +30,9 @@ def test_open_run_finds_the_unfinished_run_and_leaves_a_finished_one_alone(mlflo
     assert run.info.status == "RUNNING"
     assert run.data.tags[RUN_TAG] == "twice" and run.data.tags["git.commit"] == "abc"
     tracker.end()
-    assert open_run(config) != first
+    assert open_run(config) == first, "a finished run that is resumed stays one run"
+    elsewhere = config.model_copy(update={"storage": config.storage.model_copy(update={"root": "elsewhere"})})
+    assert open_run(elsewhere) != first
 
 
 def test_open_run_adopts_the_run_it_was_given_and_neither_pops_nor_ends_it(

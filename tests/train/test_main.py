@@ -12,7 +12,8 @@ from components.experience.experience import Experience, Target
 from components.experience.redis_server import RedisServer
 from components.role import Role
 from components.train.main import TrainingRole
-from components.weights.policy import save_policy
+from components.weights.policy import checkpoint_tensors, save_policy
+from configs.failure import BadData
 from configs.run import RunConfig
 from tests.train.test_checkpoint import TOKENIZER, save
 from tests.train.test_trainer import digest, policy, sampled
@@ -62,3 +63,44 @@ def test_a_checkpoint_that_was_not_acknowledged_is_acknowledged_at_the_next_star
     third = TrainingRole(role)
     assert third.trainer.step == 2
     assert audit(role.experience, role.layout).findings == []
+
+
+def trained(role: Role) -> TrainingRole:
+    """Two steps trained, the checkpoint made and acknowledged, four groups still on their way."""
+    training = TrainingRole(role)
+    fill(role.experience, training, 12)
+    for step in (1, 2):
+        training.trainer.update(role.experience.take(step))
+    training.weights.publish(2, checkpoint_tensors(training.trainer.model))
+    training._checkpoint()
+    return training
+
+
+def test_a_redis_that_lost_everything_starts_from_the_checkpoint(role: Role) -> None:
+    first = trained(role)
+    assert audit(role.experience, role.layout).findings == []
+    role.experience.redis.delete(*role.experience.redis.keys(role.experience.key("*").replace("{", "\\{")))
+    role.experience.open()
+    second = TrainingRole(role)
+    assert second.trainer.step == 2
+    assert digest(second.trainer) == digest(first.trainer)
+    result = audit(role.experience, role.layout)
+    assert result.findings == []
+    assert result.dropped_by_reason == {"lost": 4}
+    held = Target(2, "proof")
+    role.experience.verify("w", held)
+    assert min(ticket.group for ticket in role.experience.lease("w", held, 4)) == 13, "an id was given twice"
+
+
+def test_a_checkpoint_and_a_redis_of_different_runs_are_refused(role: Role) -> None:
+    trained(role)
+    role.layout.store.delete("checkpoints")
+    with pytest.raises(BadData, match="newest checkpoint is at step 0, but Redis tells of 2 steps"):
+        TrainingRole(role)
+
+
+def test_what_a_killed_trainer_left_half_written_is_swept(role: Role) -> None:
+    for torn in (role.layout.scratch / ".checkpoint-x", role.layout.weights / ".publish-x"):
+        torn.mkdir(parents=True)
+    TrainingRole(role)
+    assert not list(role.layout.scratch.rglob(".*-x"))

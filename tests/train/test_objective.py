@@ -71,6 +71,13 @@ def test_advantages_are_relative_to_the_group(rewards: np.ndarray) -> None:
     np.testing.assert_allclose(scaled[mixed].std(1, ddof=1), 1, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["group_mean", "group_mean_std"])
+@pytest.mark.parametrize("reward", [0.1, 0.3, 1 / 3, 0.7])
+def test_equal_rewards_are_no_signal_whatever_their_rounding(kind: str, reward: float) -> None:
+    for size in range(2, 17):
+        assert not advantages(np.full((1, size), reward), kind).any()
+
+
 def test_load_balance_is_one_when_even_and_the_expert_count_over_k_when_all_go_to_one() -> None:
     even = torch.eye(4).repeat(8, 1) * 1e-3
     assert float(load_balance((even,), torch.ones(32, dtype=torch.bool), 1)) == pytest.approx(1, abs=1e-3)

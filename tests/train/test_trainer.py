@@ -124,7 +124,9 @@ def test_staleness_is_counted_token_by_token() -> None:
 
 
 @pytest.mark.parametrize(("off_policy", "on_policy_at_first"), [("decoupled", True), ("behaviour", False)])
-def test_what_the_ratio_of_stale_tokens_is_taken_to(make_config: Make, off_policy: str, on_policy_at_first: bool) -> None:
+def test_what_the_ratio_of_stale_tokens_is_taken_to(
+    make_config: Make, off_policy: str, on_policy_at_first: bool
+) -> None:
     """Before the first optimizer step, ratios to the step's own policy are 1, those to the sampler's are not."""
     config = make_config(train={"minibatches": 1, "off_policy": off_policy})
     stale = sampled(Trainer(policy(seed=1), config), 8)

@@ -105,3 +105,14 @@ def test_an_unwritable_store_is_one_sentence(tmp_path: Path, tensors: dict[str, 
     (tmp_path / "weights").write_text("a file")
     with pytest.raises(BadConfig, match=r"version 1 cannot be written.*storage\.scratch"):
         WeightsStore(tmp_path / "weights").publish(1, tensors)
+
+
+def test_a_version_whose_removal_was_cut_short_can_be_made_again(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    store = WeightsStore(tmp_path)
+    store.publish(1, tensors)
+    (store.path(1) / "manifest.json").unlink()
+    assert store.versions() == []
+    manifest = store.publish(1, tensors)
+    assert store.check(1) == manifest

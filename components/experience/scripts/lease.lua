@@ -7,11 +7,15 @@ if proof ~= ARGV[3] .. ':' .. ARGV[4] then
 end
 local limit, version, batch = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[5])
 local out = {}
-local lapsed = redis.call('XAUTOCLAIM', KEYS[3], 'rollout', ARGV[1], ARGV[8], '0-0', 'COUNT', limit)[2]
-for _, entry in ipairs(lapsed) do
-  if entry then
-    out[#out + 1] = {entry[1], entry[2][2]}
+-- A lapsed ticket was issued for a version. A worker that holds an older one (training went back to a checkpoint) would
+-- sample it too stale for the step it is meant for, so it waits until training is there again.
+for _, pending in ipairs(redis.call('XPENDING', KEYS[3], 'rollout', 'IDLE', ARGV[8], '-', '+', 10000)) do
+  if #out == limit then break end
+  local entry = redis.call('XRANGE', KEYS[3], pending[1], pending[1])[1]
+  if entry and tonumber(entry[2][4]) <= version then
+    redis.call('XCLAIM', KEYS[3], 'rollout', ARGV[1], 0, pending[1], 'JUSTID')
     redis.call('HINCRBY', KEYS[1], 'reclaimed', 1)
+    out[#out + 1] = {entry[1], entry[2][2]}
   end
 end
 local counted = redis.call('HMGET', KEYS[1], 'issued', 'dropped')
@@ -23,7 +27,7 @@ local fresh = math.min(limit - #out, bound - standing)
 for _ = 1, fresh do
   local group = redis.call('HINCRBY', KEYS[1], 'issued', 1)
   redis.call('HSET', KEYS[2], group, 'running')
-  redis.call('XADD', KEYS[3], '*', 'g', group)
+  redis.call('XADD', KEYS[3], '*', 'g', group, 'v', version)
 end
 if fresh > 0 then
   local read = redis.call('XREADGROUP', 'GROUP', 'rollout', ARGV[1], 'COUNT', fresh, 'STREAMS', KEYS[3], '>')
