@@ -164,7 +164,7 @@ class Supervisor:
         if stages["generated"]:
             return "reward", f"{stages['generated']} generated groups wait for it"
         if not self.experience.counters():
-            return "rollout-0", f"it has not proven that it holds version {announced.version}"
+            return "rollout-0", "it has not leased a group yet: it starts, loads or evaluates"
         return self.experience.holder() or "rollout-0", f"{stages['running']} groups are leased and none was handed in"
 
     def _record(self) -> None:

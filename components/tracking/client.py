@@ -23,6 +23,7 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 """Five tries over some 15 s when the server refuses; MLflow's own default is eight over four minutes."""
 _LOOPBACK = ("127.0.0.1", "localhost")

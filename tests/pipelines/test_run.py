@@ -22,8 +22,8 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_stopped_resumed_audited_and_promoted(tmp_path: Path) -> None:
-    """A user's whole way: run, Ctrl-C, resume, audit, report; the second run meets a champion."""
+def test_stopped_resumed_and_audited(tmp_path: Path) -> None:
+    """A user's whole way: run, Ctrl-C, resume, audit, report."""
     arguments = [*TANDEM, "run", str(RUNS / "quickstart.yaml"), *SMALL, "--name", "first"]
     process = subprocess.Popen(
         arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -58,16 +58,3 @@ def test_stopped_resumed_audited_and_promoted(tmp_path: Path) -> None:
     assert audited.code == 0, audited.err
     assert json.loads((tmp_path / "audit.json").read_text())["balanced"] is True
     assert tandem(tmp_path, "report", "first").code == 0
-
-    # The exported model starts the next run, so the warm start is skipped and a champion is there to be beaten.
-    export = next((run / "export").iterdir())
-    again = tandem(
-        tmp_path, "run", str(RUNS / "quickstart.yaml"), *SMALL, "--name", "second", "--json", "second.json",
-        "-s", f"model.checkpoint={export}", "-s", "train.steps=2", "-s", "evaluate.margin=0.9", limit_s=400,
-    )  # fmt: skip
-    assert again.code == 0, again.err
-    assert "adopt_checkpoint: done" in again.out
-    assert "warm_start" not in again.out
-    second = json.loads((tmp_path / "second.json").read_text())
-    assert second["promoted"] is False
-    assert second["exact_match_before"] == figures["exact_match_after"]

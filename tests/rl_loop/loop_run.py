@@ -46,9 +46,10 @@ def moody(completions: list[Completion], answer: str) -> list[float]:
 
 
 def stuck(completions: list[Completion], answer: str) -> list[float]:
-    """Never answers."""
-    time.sleep(3600)
-    return []
+    """Never answers for a group; does for a single completion, which is what an evaluation asks about."""
+    if len(completions) > 1:
+        time.sleep(3600)
+    return [0.0]
 
 
 class LoopRun:

@@ -93,7 +93,7 @@ def test_killed_workers_cost_nothing(make_run: MakeRun, s3_uri: str) -> None:
 
 def test_resume_is_lossless_to_the_bit(make_run: MakeRun) -> None:
     """Killed, stopped and resumed, a synchronous run ends with the very weights of one left alone."""
-    settings: dict[str, Any] = {"train": {"steps": 60, "checkpoint_every": 8}, "loop": {"max_staleness": 0}}
+    settings: dict[str, Any] = {"train": {"steps": 30, "checkpoint_every": 8}, "loop": {"max_staleness": 0}}
     undisturbed = make_run(**settings)
     assert undisturbed.finish(undisturbed.start())[0] == 0
 
@@ -101,7 +101,7 @@ def test_resume_is_lossless_to_the_bit(make_run: MakeRun) -> None:
     process = run.start()
     run.wait_for_steps(2, process)
     run.role("train").kill()  # before the first checkpoint: it starts over, with the recorded batches
-    run.wait_for_steps(14, process)
+    run.wait_for_steps(12, process)
     process.send_signal(signal.SIGTERM)
     code, words = run.finish(process)
     assert code == 75
@@ -112,7 +112,7 @@ def test_resume_is_lossless_to_the_bit(make_run: MakeRun) -> None:
     code, words = run.finish(process)
     assert (code, words) == (0, "")
     assert [event["restarted"] for event in run.events("restart")] == ["train", "train"]
-    check_accounts(run, 60)
+    check_accounts(run, 30)
     assert run.final_weights() == undisturbed.final_weights()
 
 
@@ -167,10 +167,10 @@ def test_a_verifier_that_fails_on_held_out_prompts_costs_no_worker(make_run: Mak
 
 
 def test_a_loop_that_stands_still_names_the_role(make_run: MakeRun) -> None:
-    run = make_run(reward={"verifier": "tests.rl_loop.loop_run:stuck", "timeout_s": 600}, loop={"no_progress_s": 45})
+    run = make_run(reward={"verifier": "tests.rl_loop.loop_run:stuck", "timeout_s": 600}, loop={"no_progress_s": 30})
     code, words = run.finish(run.start())
     assert code == 69
-    assert "no progress for 45 s: reward stopped" in words
+    assert "no progress for 30 s: reward stopped" in words
     assert "generated groups wait for it" in words
 
 
