@@ -21,7 +21,8 @@ def post_training(config: str, checkpoint: str = ""):
     """Post-train a Mixture-of-Experts language model by asynchronous reinforcement learning.
 
     Args:
-        config: Whole run configuration as one JSON string, as `tandem run FILE --dry-run` resolves it.
+        config: Whole run configuration as one JSON string, as `tandem run FILE --dry-run` resolves it. Its `name`
+            is the run's: the same configuration again goes on with that run, so a new run needs a new name.
         checkpoint: URI of a Hugging Face safetensors checkpoint to start from; empty makes a new model.
     """
     # Steps that must look at the world again on a resume take the id of this execution.
