@@ -200,7 +200,7 @@ def bench() -> None:
 @JSON_FILE
 @click.option("--prompts", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--group-size", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 def bench_rollout(json_file: Path | None, prompts: int, group_size: int, max_new_tokens: int, rounds: int) -> None:
     """The torch engine beside transformers' generate, same model, same prompts."""
@@ -238,7 +238,8 @@ def bench_loop(run_file: Path, overrides: tuple[str, ...], json_file: Path | Non
 def _figures(figures: dict[str, Any], json_file: Path | None) -> None:
     width = max(map(len, figures))
     for key, value in figures.items():
-        click.echo(f"{key:<{width}}  {f'{value:,.4g}' if isinstance(value, float) else value}")
+        shown = f"{value:,.0f}" if isinstance(value, float) and abs(value) >= 1000 else value
+        click.echo(f"{key:<{width}}  {f'{shown:.4g}' if isinstance(shown, float) else shown}")
     _write_json(json_file, figures)
 
 
