@@ -258,13 +258,13 @@ def main() -> NoReturn:
     except click.ClickException as error:
         error.show()
         sys.exit(BadConfig.exit_code)
+    except click.Abort:
+        click.echo("tandem: interrupted", err=True)
+        sys.exit(TOLD_TO_LEAVE)
     except Exception:
         traceback.print_exc()
         click.echo("tandem: this is a defect; please report it with the lines above", err=True)
         sys.exit(DEFECT)
-    except click.Abort:
-        click.echo("tandem: interrupted", err=True)
-        sys.exit(TOLD_TO_LEAVE)
     sys.exit(0)
 
 

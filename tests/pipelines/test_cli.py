@@ -179,3 +179,17 @@ def test_doctor_finds_this_machine_good(tmp_path: Path) -> None:
     done = tandem(tmp_path, "doctor")
     assert done.code == 0, done.err
     assert "redis-server" in done.out
+
+
+def test_an_interrupt_is_no_defect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from pipelines import cli
+
+    def interrupted(arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.tandem, "invoke", interrupted)
+    monkeypatch.setattr("sys.argv", ["tandem", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 75
+    assert "Traceback" not in capsys.readouterr().err
