@@ -3,7 +3,8 @@
 KFP starts a step with one argument, the executor input as JSON (the `{{$}}` placeholder). The step needs no kfp: it
 reads its parameters there and writes `executor_output.json` itself. Beside that it leaves `steps/<step>.json` in the
 run's store: a step that is started again with the same inputs (a KFP retry, `tandem run --resume`) finds its own
-finished marker and repeats its outputs instead of its work.
+finished marker and repeats its outputs instead of its work. One that a workflow retries although the user's
+configuration or data was at fault repeats that failure at once.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ import msgspec
 import xxhash
 
 from components.storage.layout import RunLayout
-from configs.failure import DEFECT, BadConfig, Failure, ToldToLeave
+from configs.failure import BAD_CONFIG, BAD_DATA, DEFECT, BadConfig, Failure, ToldToLeave, failure_of
 from configs.run import RunConfig
+
+WORKFLOW = "TANDEM_WORKFLOW"
+"""Variable with the name of the workflow that a pod belongs to."""
 
 
 class Marker(msgspec.Struct, kw_only=True):
@@ -38,6 +42,8 @@ class Marker(msgspec.Struct, kw_only=True):
     ended: float = 0.0
     inputs: str = ""
     """Digest of the configuration and the parameters."""
+    job: str = ""
+    """Workflow on the cluster that ran it; empty elsewhere."""
     exit_code: int = 0
     sentence: str = ""
     """The failure in one sentence; empty for a step that is running or done."""
@@ -71,6 +77,7 @@ class Step:
             pid=os.getpid(),
             host=os.uname().nodename,
             started=time.time(),
+            job=os.environ.get(WORKFLOW, ""),
             inputs=xxhash.xxh3_128_hexdigest(json.dumps([self.config.to_json(), decisive], sort_keys=True).encode()),
         )
 
@@ -94,6 +101,18 @@ class Step:
             self._place(name, self.store.read(f"steps/{self.name}.{name}"))
         self.marker = earlier
         return True
+
+    def refuse_again(self) -> None:
+        """Kubeflow retries every failure alike; what only the user can mend is not tried twice in one workflow.
+
+        Raises:
+            Failure: of the earlier try.
+        """
+        earlier, now = read_marker(self.layout, self.name), self.marker
+        if earlier is None or not now.job or (earlier.job, earlier.inputs) != (now.job, now.inputs):
+            return
+        if earlier.status == "failed" and earlier.exit_code in (BAD_CONFIG, BAD_DATA):
+            raise failure_of(earlier.exit_code, earlier.sentence)
 
     def write_marker(self) -> None:
         """Leave the marker in the run's store."""
@@ -148,6 +167,7 @@ def run_step(name: str, body: Callable[[Step], None]) -> NoReturn:
     """
     try:
         step = Step(name, _executor_input(name))
+        step.refuse_again()
         if step.repeat():
             print(f"{name}: already done with these inputs; outputs repeated", flush=True)
         else:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from configs.document import Document, read_yaml, validated
 from configs.failure import BadConfig
+from configs.kubernetes import KubernetesConfig
 
 RUNS = Path(__file__).parent / "runs"
 
@@ -197,6 +198,8 @@ class LoopConfig(Document):
     """Versions a group may lag behind the policy that trains on it; 0 makes the loop synchronous."""
     no_progress_s: float = Field(default=120.0, gt=0)
     """Seconds without a committed group or a new version after which the run ends with a typed error."""
+    roles: Literal["processes", "kubernetes"] = "processes"
+    """What the roles are: processes beside rl_loop, or pods it creates (`tandem submit` sets it)."""
     max_restarts: int = Field(default=3, ge=0)
     """Times the loop restarts a role that died; the next death ends the run."""
     redis_url: Address = ""
@@ -263,6 +266,7 @@ class RunConfig(Document):
     weights: WeightsConfig = WeightsConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     tracking: TrackingConfig = TrackingConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @model_validator(mode="after")
     def _parts_agree(self) -> RunConfig:
@@ -281,6 +285,11 @@ class RunConfig(Document):
             raise ValueError(
                 f"rollout.max_new_tokens {self.rollout.max_new_tokens} leaves no room for a prompt in"
                 f" model.context_length {self.model.context_length}; raise the context or lower the completion"
+            )
+        if self.loop.roles == "kubernetes" and not self.storage.root.startswith("s3://"):
+            raise ValueError(
+                f"loop.roles is kubernetes, but storage.root is {self.storage.root}, which pods do not share; set"
+                " storage.root to s3://bucket/prefix"
             )
         if self.reward.verifier == "http" and not self.reward.url:
             raise ValueError("reward.verifier is http, but reward.url is empty; give the address to post to")

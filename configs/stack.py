@@ -81,6 +81,8 @@ class Stack(Document):
     """Whether SGLang is the released wheel or carries Slime's patch (image slimerl/sglang)."""
     deep_ep_build: Literal["none", "sgl-deep-ep", "upstream", "amazon"] = "none"
     """Where `deep_ep` comes from: SGLang's wheel, deepseek-ai/DeepEP, or the fork amazon-contributing/DeepEP."""
+    deep_ep_commit: str = Field(default="", pattern=r"^$|^[0-9a-f]{40}$")
+    """Commit that `deep_ep` is built from; empty for a released wheel."""
     expert_backend: Literal["none", "deepep", "deepep_v2"] = "none"
     """SGLang's `--moe-a2a-backend`; `deepep_v2` is DeepEP's ElasticBuffer."""
     gin: Literal["none", "proxy", "efa-gda"] = "none"

@@ -7,13 +7,13 @@ from typing import Any
 
 from components.experience.experience import Target
 from components.role import Role, run_role
-from components.weights.store import WeightsStore
+from components.weights.store import WeightsStore, open_weights
 from configs.failure import BadData
 
 
 def broadcast(role: Role) -> None:
     """Check every announced version in the store, make it the target, and compare what engines report with it."""
-    store = WeightsStore(role.layout.weights)
+    store = open_weights(role.layout)
     experience = role.experience
     current: Target | None = None
     offered: dict[int, str] = {}

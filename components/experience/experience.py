@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import redis
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.retry import Retry
 
 from components.experience.group import Group, decode_group, encode_group
@@ -269,6 +269,14 @@ class Experience:
         """The version a worker was proven to hold."""
         return _target(self._do(self.redis.hget, self.key("verified"), worker))
 
+    def beat(self, seconds: float) -> None:
+        """The loop is alive, and will say so again within `seconds`."""
+        self._do(self.redis.set, self.key("heartbeat"), 1, px=int(seconds * 1000))
+
+    def heartbeat(self) -> bool:
+        """Whether the loop has said lately that it is alive."""
+        return bool(self._do(self.redis.exists, self.key("heartbeat")))
+
     def emit(self, events: list[bytes]) -> None:
         """Append events (JSON objects) to the run's event stream, capped at 100 000."""
         pipeline = self.redis.pipeline(transaction=False)
@@ -276,13 +284,15 @@ class Experience:
             pipeline.xadd(self.key("events"), {"e": event}, maxlen=100_000, approximate=True)
         self._do(pipeline.execute)
 
-    def drain_events(self, keep: Callable[[list[bytes]], None], limit: int = 1000) -> bool:
-        """Hand the oldest events to `keep`, and forget them once it returned; whether there were any."""
-        entries = self._do(self.redis.xrange, self.key("events"), count=limit)
-        if entries:
-            keep([fields[b"e"] for _, fields in entries])
-            self._do(self.redis.xdel, self.key("events"), *(entry for entry, _ in entries))
-        return bool(entries)
+    def events(self, after: str, limit: int = 1000) -> tuple[list[bytes], str]:
+        """The oldest events after the entry `after` (empty: from the first), and the entry of the last of them."""
+        entries = self._do(self.redis.xrange, self.key("events"), min=f"({after}" if after else "-", count=limit)
+        return [fields[b"e"] for _, fields in entries], entries[-1][0].decode() if entries else after
+
+    def forget_events(self, last: str) -> None:
+        """Delete the events up to the entry `last`: they are written down elsewhere."""
+        milliseconds, _, number = last.partition("-")
+        self._do(self.redis.xtrim, self.key("events"), minid=f"{milliseconds}-{int(number) + 1}", approximate=False)
 
     def counters(self) -> dict[str, int]:
         """issued, generated, scored, trained, durable, dropped, dropped:<reason>, reclaimed, duplicates, durable_step."""
@@ -334,16 +344,23 @@ class Experience:
             raise ServiceGone(f"Redis does not answer ({error}); see the log redis.log of the run") from None
 
 
-def wait_until_loaded(experience: Experience, limit_s: float) -> None:
-    """Wait until Redis has read its append-only file.
+def wait_until_loaded(experience: Experience, limit_s: float, each: Callable[[], None] = lambda: None) -> None:
+    """Wait until Redis answers and has read its append-only file.
+
+    Args:
+        experience: Whose Redis.
+        limit_s: Seconds to wait.
+        each: Called at every look; raises to end the wait.
 
     Raises:
-        ServiceGone: it has not within `limit_s` seconds.
+        ServiceGone: it has not within that time.
     """
     end = time.monotonic() + limit_s
+    client = redis.Redis(connection_pool=experience.redis.connection_pool, retry=Retry(NoBackoff(), retries=0))
     while True:
+        each()
         try:
-            experience.redis.ping()
+            client.ping()
             return
         except (redis.ConnectionError, redis.TimeoutError) as error:
             if time.monotonic() > end:

@@ -24,14 +24,21 @@ def preflight(step: Step) -> None:
     """Check, write the build manifest, and name the run's record."""
     config = step.config
     stack, hardware = check_stack(config)
-    for note in check_packages(stack, hardware):
-        print(f"note: {note}", flush=True)
-    check_disk(config, step.layout.scratch)
+    if config.loop.roles == "kubernetes":
+        from components.preflight.cluster import check_cluster
+        from components.rl_loop.cluster import Cluster, connect, own_namespace
+
+        check_cluster(config, Cluster(connect(), own_namespace()))
+    else:
+        for note in check_packages(stack, hardware):
+            print(f"note: {note}", flush=True)
+        check_disk(config, step.layout.scratch)
+        check_redis(config)
     check_storage(step.layout)
     check_checkpoint(config, step.parameters.get("checkpoint", ""))
-    check_redis(config)
 
-    manifest = build_manifest(config, images=stack.images.model_dump())
+    images = config.kubernetes.images or stack.images
+    manifest = build_manifest(config, images=images.model_dump())
     text = manifest_bytes(manifest)
     run_id = open_run(config, {**manifest_tags(manifest), "hardware": hardware.name})
     tracker = Tracker(tracking_uri(config), run_id)

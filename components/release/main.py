@@ -1,6 +1,7 @@
 """Exit handler: ends what is left of the run and closes its record, however the run went.
 
-Role processes that outlived their loop are ended (by process id and start time, so that a reused id is safe). The
+Role processes that outlived their loop are ended (by process id and start time, so that a reused id is safe), and in a
+cluster the run's JobSet is deleted with all it owns. The
 record on the tracking server is closed as FINISHED, FAILED or, when a step was told to leave, KILLED. What is already
 gone is no failure here.
 """
@@ -17,6 +18,7 @@ from components.step import Marker, Step, read_marker, run_step
 from components.storage.layout import RunLayout
 from components.tracking.run import Tracker, tracking_uri
 from configs.failure import TOLD_TO_LEAVE, Failure
+from configs.run import RunConfig
 
 STEPS = ("preflight", "stage_data", "warm_start", "adopt_checkpoint", "rl_loop", "publish_checkpoint", "evaluate")
 LEAVE_LIMIT_S = 15.0
@@ -35,6 +37,8 @@ class RoleProcess(msgspec.Struct):
 
 def release(step: Step) -> None:
     """End left-over processes, then the record."""
+    if step.config.loop.roles == "kubernetes":
+        end_pods(step.config)
     for role in end_roles(step.layout):
         print(f"ended {role}, which outlived its loop", flush=True)
     opened = read_marker(step.layout, "preflight")
@@ -45,6 +49,17 @@ def release(step: Step) -> None:
         except Failure as failure:
             print(f"note: the record stays open: {failure.sentence}", flush=True)
     step.finish()
+
+
+def end_pods(config: RunConfig) -> None:
+    """Delete what the loop created in the cluster, should it still be there."""
+    from components.rl_loop.cluster import Cluster, connect, own_namespace
+    from components.rl_loop.objects import JOBSET
+
+    cluster = Cluster(connect(), own_namespace())
+    if cluster.get(JOBSET, "JobSet", config.name) is not None:
+        cluster.delete(JOBSET, "JobSet", config.name)
+        print(f"deleted JobSet {config.name}, which outlived its loop", flush=True)
 
 
 def end_roles(layout: RunLayout) -> list[str]:

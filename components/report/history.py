@@ -87,6 +87,7 @@ def read_history(layout: RunLayout) -> History:
                 history.markers.append(msgspec.json.decode(store.read(f"steps/{step}.json"), type=Marker))
             except msgspec.DecodeError:
                 history.unreadable += 1
+    layout.fetch_events()
     if layout.events.exists():
         with layout.events.open("rb") as lines:
             for line in lines:

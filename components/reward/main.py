@@ -20,7 +20,8 @@ SHOWN = 4
 
 def reward(role: Role) -> None:
     """Score groups until told to leave."""
-    tokenizer = policy_tokenizer(role.layout.scratch / "start")
+    role.experience.release_samples(role.worker)
+    tokenizer = policy_tokenizer(role.start)
     pool = VerifierPool(role.config.reward)
     failed_in_a_row = 0
     shown = -1

@@ -27,7 +27,7 @@ def rl_loop(
         report: Learning curve and timeline on one page.
     """
     return dsl.ContainerSpec(
-        image="train",
+        image="control",
         command=["python3", "-m", "components.rl_loop.main"],
         args=[dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER],
     )

@@ -15,13 +15,15 @@ from configs.failure import BadConfig, ServiceGone
 
 FLUSH_S = 2.0
 """Seconds between batches to MLflow."""
+SAVE_S = 20.0
+"""Seconds between copies of the events to the run's store, where the scratch folder may be lost with its pod."""
 
 Metric = tuple[str, float, int, float]
 """Name, value, step, time (s since the epoch)."""
 
 
 class Journal:
-    """Collects the roles' events from Redis.
+    """Collects the roles' events from Redis, and forgets them there once they are written down where they last.
 
     Attributes:
         version: Newest version trained.
@@ -29,34 +31,54 @@ class Journal:
     """
 
     def __init__(self, layout: RunLayout, experience: Experience, tracker: Tracker) -> None:
+        self.layout = layout
         self.experience = experience
         self.tracker = tracker
         self.run = layout.config.name
         self.sample_rows = layout.config.tracking.sample_rows
         self.version = 0
         self.figures = Figures()
+        self._last = ""
+        layout.fetch_events()
         if layout.events.exists():
             for line in layout.events.read_bytes().splitlines():
                 self._recall(line)
+        self._forgotten = self._last
         self._file = open(layout.events, "a", buffering=1, encoding="utf-8")
         self._metrics: list[Metric] = []
         self._batch: list[Metric] = []
         self._samples: list[dict[str, Any]] = []
-        self._flushed = time.monotonic()
+        self._flushed = self._saved = time.monotonic()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
         self._sending: Future[None] | None = None
 
     def collect(self) -> None:
         """Move the events that have arrived into the file, and their metrics towards MLflow."""
-        while self.experience.drain_events(self._keep):
+        while self._read():
             pass
+        if self.layout.scratch_is_shared or time.monotonic() - self._saved > SAVE_S:
+            self._save()
         if time.monotonic() - self._flushed > FLUSH_S and (self._sending is None or self._sending.done()):
             self._flush()
 
-    def _keep(self, events: list[bytes]) -> None:
+    def _read(self) -> bool:
+        events, self._last = self.experience.events(self._last)
         for line in events:
             self._write(line.decode())
             self._take(json.loads(line))
+        return bool(events)
+
+    def _save(self) -> None:
+        """Put the events where they last, and forget them in Redis."""
+        self._saved = time.monotonic()
+        if self._last == self._forgotten:
+            return
+        if not self.layout.scratch_is_shared:
+            # So that the loop of another pod, which has only the copy, goes on where the copy ends.
+            self._write(json.dumps({"time": time.time(), "event": "read", "last": self._last}))
+            self.layout.save_events()
+        self.experience.forget_events(self._last)
+        self._forgotten = self._last
 
     def _write(self, line: str) -> None:
         try:
@@ -75,6 +97,7 @@ class Journal:
     def close(self) -> None:
         """Send what is left, samples included. A tracking server that is gone is noted: the events file has it all."""
         self.collect()
+        self._save()
         self._flush(wait=True)
         try:
             if self._samples:
@@ -93,6 +116,8 @@ class Journal:
         self.figures.add(event)
         if event["event"] == "step":
             self.version = event["step"]
+        elif event["event"] == "read":
+            self._last = event["last"]
 
     def _take(self, event: dict[str, Any]) -> None:
         self.figures.add(event)

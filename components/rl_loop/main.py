@@ -1,89 +1,123 @@
-"""Owns the asynchronous loop: starts Redis and the roles, watches progress, and leaves a durable, audited result."""
+"""Owns the asynchronous loop: has Redis and the roles run, watches progress, and leaves a durable, audited result."""
 
 from __future__ import annotations
 
-import fcntl
 import signal
 import time
-from typing import IO, Any
+from typing import Any, Protocol
 
 import msgspec
-import psutil
 
 from components.experience.audit import Audit, audit
 from components.experience.experience import Experience, wait_until_loaded
-from components.experience.redis_server import RedisServer
 from components.report.page import build_report
 from components.rl_loop.journal import Journal
-from components.rl_loop.supervisor import STOP_LIMIT_S, Supervisor
+from components.rl_loop.processes import RoleProcesses
+from components.rl_loop.progress import ProgressWatch
 from components.step import Step, run_step
-from components.storage.store import open_store, split_uri
 from components.tracking.run import Tracker, tracking_uri
 from components.train.catalogue import latest_checkpoint
-from configs.failure import BadConfig, Failure, ServiceGone, ToldToLeave
+from configs.failure import Failure, ServiceGone, ToldToLeave
 
 TICK_S = 0.1
+BEAT_S = 10.0
+"""Seconds a heartbeat lasts; one is sent every second."""
+REDIS_READY_S = 60.0
+
+
+class Roles(Protocol):
+    """The roles of a run, as processes or as pods."""
+
+    redis_url: str
+
+    def open(self, each: Any) -> None:
+        """Claim the run and have a Redis on the way; `each` is called while waiting, and raises to end it."""
+
+    def start(self) -> None:
+        """Have the roles run."""
+
+    def check(self) -> list[dict[str, object]]:
+        """Restarts since the last look, as events; raises for what a restart cannot mend."""
+        ...
+
+    def finished(self) -> bool:
+        """Whether training has made its last step durable."""
+        ...
+
+    def last_words(self, worker: str) -> str:
+        """The last line a worker wrote."""
+        ...
+
+    def cancel(self) -> None:
+        """First act at a signal; must be safe in its handler."""
+
+    def stop(self) -> None:
+        """Let the roles hand back their work and leave, while Redis stays."""
+
+    def remove(self, finished: bool) -> None:
+        """End the rest."""
+
+
+def roles_of(step: Step) -> Roles:
+    """The roles as the configuration wants them."""
+    config, given = step.config, step.parameters
+    if config.loop.roles == "processes":
+        return RoleProcesses(config, step.layout, given["data"], given["checkpoint"])
+    from components.rl_loop.cluster import Cluster, connect, own_namespace
+    from components.rl_loop.kubernetes import LoopPods, redis_url
+    from components.role import Inputs
+
+    inputs = Inputs(redis_url(config), given["data"], given["checkpoint"])
+    # The second connection is for the signal handler, which may interrupt a request on the first.
+    cluster, cancelling = (Cluster(connect(), own_namespace()) for _ in range(2))
+    return LoopPods(config, step.layout, inputs, given["tracking_run"], cluster, cancelling)
 
 
 class Loop:
-    """One execution of the loop on this machine."""
+    """One execution of the loop."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.config = step.config
         self.layout = step.layout
         self.leaving = False
+        self.finished = False
+        self.layout.scratch.mkdir(parents=True, exist_ok=True)
+        self.roles = roles_of(step)
+        self.journal: Journal | None = None
         signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGINT, self._leave)
-        self._lock = self._claim()
-        self._prepare()
-        self.redis = None
-        url = self.config.loop.redis_url
-        if not url:
-            self.redis = RedisServer(self.layout.redis, self.config.loop.redis_port, self.layout.logs / "redis.log")
-            url = self.redis.url
-            started = psutil.Process(self.redis.process.pid).create_time()
-            (self.layout.scratch / "redis_url").write_text(f"{url} {self.redis.process.pid} {started}")
-        self.url = url
-        self.experience = Experience(url, self.config)
-        wait_until_loaded(self.experience, 60.0)
+
+    def open(self) -> None:
+        """Claim the run, reach its Redis, take up its journal."""
+        self.roles.open(self._check_leaving)
+        self.experience = Experience(self.roles.redis_url, self.config)
+        self._wait_for_redis()
         self.experience.open()
-        self.journal = Journal(
-            self.layout, self.experience, Tracker(tracking_uri(self.config), step.parameters["tracking_run"])
-        )
+        tracker = Tracker(tracking_uri(self.config), self.step.parameters["tracking_run"])
+        self.journal = Journal(self.layout, self.experience, tracker)
 
     def _leave(self, number: int, frame: Any) -> None:
         self.leaving = True
+        self.roles.cancel()
 
-    def _claim(self) -> IO[str]:
-        """Wait until an earlier loop of this run, told to stop a moment ago, is gone.
+    def _check_leaving(self) -> None:
+        if self.leaving:
+            raise ToldToLeave(
+                f"the run was told to stop; `tandem run --resume {self.config.name}` (on a cluster `tandem retry"
+                f" {self.config.name}`) goes on from its last checkpoint"
+            )
 
-        Raises:
-            BadConfig: it is still there after the time that stopping may take.
-        """
-        self.layout.scratch.mkdir(parents=True, exist_ok=True)
-        lock = open(self.layout.scratch / "loop.lock", "w")
-        end = time.monotonic() + 2 * STOP_LIMIT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return lock
-            except BlockingIOError:
-                if time.monotonic() > end or self.leaving:
-                    raise BadConfig(f"another loop of run {self.config.name} is alive; stop it, then resume") from None
-                time.sleep(0.2)
+    def _wait_for_redis(self) -> None:
+        """A Redis of this machine answers in a minute or never; one in a pod as long as its pod may take to start."""
+        if self.layout.scratch_is_shared:
+            wait_until_loaded(self.experience, REDIS_READY_S, self._check_leaving)
+        else:
+            wait_until_loaded(self.experience, self.config.kubernetes.ready_s, self._look)
 
-    def _prepare(self) -> None:
-        """Bring the start policy to the scratch folder, where every role of this machine reads it."""
-        scratch = self.layout.scratch
-        self.layout.logs.mkdir(parents=True, exist_ok=True)
-        (scratch / "data_uri").write_text(self.step.parameters["data"])
-        start = scratch / "start"
-        if not (start / "config.json").exists():
-            parent, key = split_uri(self.step.parameters["checkpoint"])
-            store = open_store(parent, self.config.storage)
-            # A checkpoint from elsewhere carries no digests; adopt_checkpoint has looked at it.
-            store.download(key, start, verify=store.exists(f"{key}/_digests.json"))
+    def _look(self) -> None:
+        self._check_leaving()
+        self.roles.check()
 
     def run(self) -> Audit:
         """Run to the last durable update.
@@ -91,66 +125,68 @@ class Loop:
         Raises:
             Failure: a role failed for good, nothing moved, or a signal asked to leave; what is durable stays so.
         """
+        assert self.journal is not None
         started = time.time()
         self.journal.write("started", version=0)
-        supervisor = Supervisor(self.config, self.layout, self.experience, self.url)
+        self.roles.start()
         try:
-            self._watch(supervisor)
+            self._watch(self.journal)
         except Failure as failure:
             self.journal.write("failure", exit_code=failure.exit_code, sentence=failure.sentence)
             raise
         finally:
-            supervisor.stop()
+            if not self.leaving or self.layout.scratch_is_shared:
+                self.roles.stop()
         self.journal.collect()
         self.experience.close()
-        self._queue()
+        self._queue(self.journal)
         self.journal.write("ended", version=self.journal.version, seconds=time.time() - started)
+        self.finished = True
         return audit(self.experience, self.layout)
 
-    def _watch(self, supervisor: Supervisor) -> None:
+    def _watch(self, journal: Journal) -> None:
+        watch = ProgressWatch(self.config, self.experience, self.roles.last_words)
         looked = 0.0
-        while not supervisor.finished():
-            if self.leaving:
-                raise ToldToLeave(
-                    f"the run was told to stop; `tandem run --resume {self.config.name}` goes on from its last checkpoint"
-                )
-            if self.redis is not None and self.redis.process.poll() is not None:
-                raise ServiceGone(f"redis-server ended: {self.redis.last_words()}; resume the run, nothing is lost")
-            for restart in supervisor.check():
-                self.journal.write("restart", **restart)
-            self.journal.collect()
+        while not self.roles.finished():
+            self._check_leaving()
+            for restart in self.roles.check():
+                journal.write("restart", **restart)
+            journal.collect()
             if time.monotonic() - looked >= 1.0:
                 looked = time.monotonic()
-                supervisor.watch(self._queue())
+                self.experience.beat(BEAT_S)
+                watch.note(self._queue(journal))
             time.sleep(TICK_S)
 
-    def _queue(self) -> tuple[int, ...]:
+    def _queue(self, journal: Journal) -> tuple[int, ...]:
         """Write where the groups stand; returns what counts as progress."""
         counters, stages = self.experience.counters(), self.experience.stages()
         counts = {name: counters.get(name, 0) for name in ("issued", "durable", "dropped")}
-        self.journal.write("queue", version=self.journal.version, **counts, **stages)
+        journal.write("queue", version=journal.version, **counts, **stages)
         moved = (counters.get(name, 0) for name in ("generated", "scored", "trained", "durable"))
-        return (*moved, self.journal.version)
+        return (*moved, journal.version)
 
     def close(self) -> None:
         """End what the loop started, the journal first."""
         try:
-            self.journal.close()
+            if self.journal is not None:
+                self.journal.close()
         except ServiceGone as error:
             print(f"note: the last events were not collected: {error.sentence}", flush=True)
-        if self.redis is not None:
-            self.redis.stop()
-        self._lock.close()
+        self.roles.remove(self.finished)
 
 
 def rl_loop(step: Step) -> None:
     """Run the loop, audit it, and name the final checkpoint."""
     loop = Loop(step)
     try:
+        loop.open()
         result = loop.run()
         step.store.write("audit.json", msgspec.json.encode(result))
     finally:
         loop.close()
+    assert loop.journal is not None
+    figures = loop.journal.figures
     if not result.balanced:
         raise Failure(f"the run's groups do not balance: {result.findings[0]}; see `tandem audit {step.config.name}`")
     name = latest_checkpoint(step.layout)
@@ -160,7 +196,7 @@ def rl_loop(step: Step) -> None:
             "groups_issued": float(result.groups_issued),
             "groups_durable": float(result.groups_durable),
             "groups_dropped": float(result.groups_dropped),
-            **loop.journal.figures.metrics(result.durable_updates),
+            **figures.metrics(result.durable_updates),
         },
     )
     step.write_artifact("report", build_report(step.layout, "rl_loop"))

@@ -20,7 +20,7 @@ from components.stage_data.rows import Row
 from components.stage_data.split import read_split
 from components.weights.geometry import read_geometry
 from components.weights.policy import policy_tokenizer
-from components.weights.store import WeightsStore, digest_of, fingerprint
+from components.weights.store import digest_of, fingerprint, open_weights
 from configs.failure import BadData, Failure
 
 IDLE_S = 0.01
@@ -35,11 +35,13 @@ class Worker:
     def __init__(self, role: Role) -> None:
         self.role = role
         config = role.config
-        start = role.layout.scratch / "start"
+        # A process of this name that came before is gone, and with it what it held.
+        role.experience.hand_back(role.worker)
+        start = role.start
         self.tokenizer: Tokenizer = policy_tokenizer(start)
         self.engine = TorchEngine(TorchPolicy.empty(read_geometry(start / "config.json", str(start / "config.json"))))
-        self.store = WeightsStore(role.layout.weights)
-        data = (role.layout.scratch / "data_uri").read_text()
+        self.store = open_weights(role.layout)
+        data = role.data
         self.order = PromptOrder(read_split(data, "train", config.storage), config.seed)
         self.held_out = read_split(data, "eval", config.storage)[: config.evaluate.rows]
         # The first worker also looks how good the policy is by now.

@@ -11,12 +11,12 @@ import msgspec
 import torch
 
 from components.experience.group import Group
-from components.role import Role, run_role
+from components.role import Orphaned, Role, run_role
 from components.train.catalogue import TrainerState, prune_checkpoints
 from components.train.checkpoint import restore, save_checkpoint
 from components.train.ledger import Ledger
 from components.weights.policy import checkpoint_tensors, policy_tokenizer
-from components.weights.store import WeightsStore
+from components.weights.store import open_weights
 from configs.failure import BadData, ToldToLeave
 
 IDLE_S = 0.003
@@ -28,8 +28,8 @@ class TrainingRole:
 
     def __init__(self, role: Role) -> None:
         self.role = role
-        self.weights = WeightsStore(role.layout.weights)
-        start = role.layout.scratch / "start"
+        self.weights = open_weights(role.layout)
+        start = role.start
         self.tokenizer = policy_tokenizer(start)
         self.trainer, state = restore(role.layout, role.config, start)
         self.saved = state.step if state else -1
@@ -51,6 +51,11 @@ class TrainingRole:
                 self._update(groups, waited)
                 if self.trainer.step % config.checkpoint_every == 0:
                     self._checkpoint()
+        except Orphaned as gone:
+            # A pod that failed would be started again, with nobody to work for.
+            self._checkpoint()
+            role.emit("orphaned", self.trainer.step, sentence=gone.sentence)
+            return
         except ToldToLeave:
             self._checkpoint()
             raise

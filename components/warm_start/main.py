@@ -44,6 +44,7 @@ def warm_start(step: Step) -> None:
             )
 
         reached = warm_up(model, tokenizer, train, held_out, config, report)
+    step.layout.save_events()
     with tempfile.TemporaryDirectory(dir=step.layout.scratch) as folder:
         save_policy(model, tokenizer, Path(folder) / "start")
         step.store.upload(Path(folder) / "start", "start")

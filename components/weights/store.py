@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,6 +17,13 @@ from configs.failure import BadConfig, BadData
 
 if TYPE_CHECKING:
     import torch
+
+    from components.storage.layout import RunLayout
+    from components.storage.store import Store
+
+
+CACHED = 2
+"""Versions a machine keeps of those it fetched."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -73,6 +81,13 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> list[TensorEntry]:
 def digest_of(entries: list[TensorEntry]) -> str:
     """One checksum for all tensors (entries in order of name)."""
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(entries))
+
+
+def open_weights(layout: RunLayout) -> WeightsStore:
+    """The weights store that the roles of a run share: a folder on one machine, the run's store among pods."""
+    if layout.scratch_is_shared:
+        return WeightsStore(layout.weights)
+    return SharedWeightsStore(layout.weights, layout.store.child("weights"))
 
 
 class WeightsStore:
@@ -190,3 +205,59 @@ class WeightsStore:
                 # Without its manifest it no longer counts as a version, should the rest of this be cut short.
                 (path / "manifest.json").unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class SharedWeightsStore(WeightsStore):
+    """Versions in a store, with a folder of this machine as a cache.
+
+    A version in the cache counts only as long as its manifest is the store's: a step that is repeated after a crash may
+    have published the same number anew.
+    """
+
+    def __init__(self, folder: Path, store: Store) -> None:
+        super().__init__(folder)
+        self.store = store
+
+    def publish(self, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
+        manifest = super().publish(version, tensors)
+        if version not in self.versions() or self._stored(version) != manifest:
+            self.store.upload(self.path(version), self._key(version))
+        return manifest
+
+    def versions(self) -> list[int]:
+        keys = self.store.list()
+        return sorted(int(key[1:7]) for key in keys if re.fullmatch(r"v\d{6}/_digests\.json", key))
+
+    def manifest(self, version: int) -> Manifest:
+        self._fetch(version)
+        return super().manifest(version)
+
+    def load(self, version: int) -> dict[str, torch.Tensor]:
+        self._fetch(version)
+        return super().load(version)
+
+    def prune(self, current: int, keep: int) -> None:
+        super().prune(current, keep)
+        for version in self.versions():
+            if version <= current - keep:
+                self.store.delete(self._key(version))
+
+    def _fetch(self, version: int) -> None:
+        """Bring a version into the cache, and let older ones go."""
+        wanted = self._stored(version)
+        file = self.path(version) / "manifest.json"
+        if file.exists() and msgspec.json.decode(file.read_bytes(), type=Manifest) == wanted:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.store.download(self._key(version), self.path(version))
+        super().prune(version, CACHED)
+
+    def _stored(self, version: int) -> Manifest:
+        key = f"{self._key(version)}/manifest.json"
+        try:
+            return msgspec.json.decode(self.store.read(key), type=Manifest)
+        except msgspec.DecodeError as error:
+            raise BadData(f"{self.store.uri}/{key}: version {version} cannot be read ({error})") from None
+
+    def _key(self, version: int) -> str:
+        return f"v{version:06d}"

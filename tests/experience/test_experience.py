@@ -249,22 +249,19 @@ def test_groups_survive_the_wire(make_experience: Make, make_group: MakeGroup, p
     assert received.group.rewards == [0.0, 1.0, 0.5, 1.0]
 
 
-def test_events_are_drained_in_order(make_experience: Make) -> None:
+def test_events_are_read_in_order_and_forgotten_when_told(make_experience: Make) -> None:
     experience = make_experience()
     experience.emit([b"1", b"2"])
     experience.emit([b"3"])
-    kept: list[bytes] = []
-    assert experience.drain_events(kept.extend, 2)
-    assert kept == [b"1", b"2"]
+    events, second = experience.events("", 2)
+    assert events == [b"1", b"2"]
+    events, third = experience.events(second)
+    assert events == [b"3"]
+    assert experience.events(third) == ([], third)
 
-    def full_disk(events: list[bytes]) -> None:
-        raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        experience.drain_events(full_disk)
-    assert experience.drain_events(kept.extend)
-    assert kept == [b"1", b"2", b"3"]
-    assert not experience.drain_events(kept.extend)
+    # Only what was written down elsewhere is forgotten.
+    experience.forget_events(second)
+    assert experience.events("")[0] == [b"3"]
 
 
 def test_a_lapsed_ticket_waits_for_an_engine_of_its_version(

