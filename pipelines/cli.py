@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from configs.failure import DEFECT, TOLD_TO_LEAVE, BadConfig, Failure
+from pipelines.cli_cluster import COMMANDS
 
 OVERRIDE = click.option(
     "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field: train.steps=50."
@@ -246,6 +247,10 @@ def _figures(figures: dict[str, Any], json_file: Path | None) -> None:
 def _write_json(json_file: Path | None, figures: dict[str, Any]) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+for command in COMMANDS:
+    tandem.add_command(command)
 
 
 def main() -> NoReturn:

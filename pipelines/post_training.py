@@ -1,7 +1,7 @@
 """The main pipeline: a policy, new or given, is post-trained by asynchronous RL, published, and evaluated.
 
 Checkpoints and data travel as URIs, the configuration as one JSON string. Images, GPUs and network are no matter of
-this page: `pipelines.compile` puts in the images of a stack.
+this page: `pipelines.compile` puts in the images of a stack, `step` says how the pods are to be.
 """
 
 from kfp import dsl
@@ -14,6 +14,7 @@ from components.release.component import release
 from components.rl_loop.component import rl_loop
 from components.stage_data.component import stage_data
 from components.warm_start.component import warm_start
+from pipelines.step_pod import step
 
 
 @dsl.pipeline(name="post-training")
@@ -27,28 +28,30 @@ def post_training(config: str, checkpoint: str = ""):
     """
     # Steps that must look at the world again on a resume take the id of this execution.
     job = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-    last = release(config=config, job=job).set_caching_options(False)
+    last = step(release(config=config, job=job), limit_s=900)
 
     with dsl.ExitHandler(last, name="run"):
-        opened = preflight(config=config, checkpoint=checkpoint, job=job).set_caching_options(False)
+        opened = step(preflight(config=config, checkpoint=checkpoint, job=job), limit_s=1800, redis=True)
         run = opened.outputs["tracking_run"]
-        data = stage_data(config=config, tracking_run=run).set_caching_options(False).outputs["data"]
+        data = step(stage_data(config=config, tracking_run=run)).outputs["data"]
 
         with dsl.If(checkpoint == "", name="new-model"):
-            new = warm_start(config=config, data=data, tracking_run=run).set_caching_options(False)
+            new = step(warm_start(config=config, data=data, tracking_run=run), cpu="200m", memory="1Gi")
         with dsl.Else(name="given-checkpoint"):
-            given = adopt_checkpoint(config=config, data=data, given=checkpoint, tracking_run=run)
-            given.set_caching_options(False)
+            given = step(adopt_checkpoint(config=config, data=data, given=checkpoint, tracking_run=run), limit_s=3600)
         start = dsl.OneOf(new.outputs["checkpoint"], given.outputs["checkpoint"])
 
-        loop = rl_loop(config=config, data=data, checkpoint=start, tracking_run=run).set_caching_options(False)
+        loop = step(
+            rl_loop(config=config, data=data, checkpoint=start, tracking_run=run), redis=True, reward=True, retries=2
+        )
         published = publish_checkpoint(config=config, checkpoint=loop.outputs["policy"], tracking_run=run)
-        published.set_caching_options(False)
-        evaluate(
+        step(published, cpu="200m", memory="1Gi")
+        evaluated = evaluate(
             config=config,
             data=data,
             baseline=start,
             model=published.outputs["model"],
             version=published.outputs["version"],
             tracking_run=run,
-        ).set_caching_options(False)
+        )
+        step(evaluated, cpu="200m", memory="1Gi", reward=True)

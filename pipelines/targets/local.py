@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import kfp
+import yaml
 from kfp import components, local
 from kfp.local.status import Status
 from kfp.local.subprocess_task_handler import SubprocessTaskHandler
@@ -127,7 +128,7 @@ def run_compiled(ir: Path, arguments: dict[str, Any], pipeline_root: Path) -> No
     """
     spec = read_ir(ir)[0]
     _check_arguments(spec, arguments, ir)
-    pipeline = components.load_component_from_text(ir.read_text(encoding="utf-8"))
+    pipeline = components.load_component_from_text(yaml.safe_dump(_without_retries(spec)))
     # The build manifest names the IR, which a step cannot see.
     digest = hashlib.sha256(ir.read_bytes()).hexdigest()
     processes = StepProcesses(_exit_commands(spec), {"TANDEM_IR_SHA256": digest})
@@ -188,6 +189,14 @@ def _signals(processes: StepProcesses) -> Iterator[None]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+def _without_retries(spec: dict[str, Any]) -> dict[str, Any]:
+    """The IR with every failure final: here nothing kills a step but the user, who resumes."""
+    dags = [spec["root"], *spec.get("components", {}).values()]
+    for task in (task for part in dags for task in part.get("dag", {}).get("tasks", {}).values()):
+        task.pop("retryPolicy", None)
+    return spec
 
 
 def _failure(processes: StepProcesses, arguments: dict[str, Any], started: float) -> Failure:

@@ -19,7 +19,20 @@ QUICKSTART = str(RUNS / "quickstart.yaml")
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = tandem(tmp_path, "--help")
     assert done.code == 0
-    for command in ("run", "compile", "audit", "report", "bench", "data", "doctor", "mlflow"):
+    local = ("run", "compile", "audit", "report", "bench", "data", "doctor", "mlflow", "diff")
+    remote = (
+        "submit",
+        "schedule",
+        "schedules",
+        "unschedule",
+        "executions",
+        "status",
+        "logs",
+        "cancel",
+        "retry",
+        "install",
+    )
+    for command in (*local, *remote):
         assert f"\n  {command} " in done.out
 
 
@@ -27,7 +40,8 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    probe = "import sys; import pipelines.cli; print([m for m in ('torch', 'kfp', 'mlflow', 'pydantic') if m in sys.modules])"
+    heavy = ("torch", "kfp", "mlflow", "pydantic", "kubernetes")
+    probe = f"import sys; import pipelines.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

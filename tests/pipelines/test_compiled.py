@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from configs.failure import BadConfig
-from configs.stack import known_stacks, load_stack
+from configs.stack import Images, known_stacks, load_stack
 from pipelines.compile import POST_TRAINING, compile_pipeline, read_ir, same_ir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,9 +80,28 @@ def test_images_are_those_of_the_stack(name: str, tmp_path: Path) -> None:
     compile_pipeline(stack, tmp_path / "pipeline.yaml")
     executors = read_ir(tmp_path / "pipeline.yaml")[0]["deploymentSpec"]["executors"]
     images = {label.removeprefix("exec-"): executor["container"]["image"] for label, executor in executors.items()}
-    control = {"preflight", "stage-data", "adopt-checkpoint", "release"}
+    control = {"preflight", "stage-data", "adopt-checkpoint", "rl-loop", "release"}
     assert {step for step, image in images.items() if image == stack.images.control} == control
     assert {step for step, image in images.items() if image == stack.images.train} == set(images) - control
+
+
+def test_built_images_take_the_place_of_the_stacks(tmp_path: Path) -> None:
+    built = Images(control="localhost/control:abc", train="repo/train@sha256:def", rollout="localhost/rollout:abc")
+    compile_pipeline(load_stack("cpu"), tmp_path / "pipeline.yaml", built)
+    executors = read_ir(tmp_path / "pipeline.yaml")[0]["deploymentSpec"]["executors"]
+    assert {part["container"]["image"] for part in executors.values()} == {built.control, built.train}
+
+
+def test_every_step_says_how_its_pod_is_to_be() -> None:
+    settings = read_ir(POST_TRAINING)[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert len(settings) == 8
+    for name, one in settings.items():
+        assert one["securityContext"] == {"runAsUser": "10001", "runAsGroup": "10001", "runAsNonRoot": True}, name
+        assert one["emptyDirMounts"] == [{"volumeName": "scratch", "mountPath": "/scratch"}]
+        secrets = {secret["secretName"]: secret.get("optional", False) for secret in one["secretAsEnv"]}
+        # Only what talks to the loop's Redis is given its password.
+        assert ("tandem-redis" in secrets) == (name in ("exec-preflight", "exec-rl-loop"))
+        assert all(optional for secret, optional in secrets.items() if secret != "tandem-redis")
 
 
 def test_release_runs_whatever_happened(ir: dict[str, Any]) -> None:
