@@ -6,7 +6,8 @@ BIN := .venv/bin
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup run test lint generate check-generated compiled lock bench-loop bench-rollout bench-queue clean
+.PHONY: help setup run test lint generate check-generated compiled lock bench-loop bench-rollout bench-queue clean \
+	images cluster-up cluster-down test-cluster
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -31,6 +32,16 @@ run: .venv/.ready  ## the main job: post-train the tiny MoE (ARGS="…" go to `t
 test: .venv/.ready  ## all tests that need no cluster (ARGS="…" go to pytest)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+cluster-up: .venv/.ready  ## start a real single-node Kubernetes here (root; the first time builds it: 20 minutes)
+	@$(BIN)/python -m tests.cluster.cluster up $(ARGS)
+
+cluster-down: .venv/.ready  ## stop it (ARGS=--wipe forgets its state too)
+	@$(BIN)/python -m tests.cluster.cluster down $(ARGS)
+
+test-cluster: .venv/.ready  ## the tests that need that cluster, started if it is not up (ARGS="--json FILE" writes figures)
+	@$(BIN)/python -m tests.cluster.cluster up --images
+	@$(BIN)/python -m pytest tests/cluster -v $(ARGS)
+
 lint: .venv/.ready  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,9 +58,13 @@ compiled: .venv/.ready  ## write the compiled pipelines again
 check-generated: generate  ## fail if something generated is stale
 	git diff --exit-code -- pipelines/compiled configs/schemas 'components/*/README.md'
 
-lock: .uv/bin/uv  ## resolve the dependencies anew
-	.uv/bin/uv pip compile --quiet pyproject.toml --extra kfp --extra dev --universal --python-version 3.11 --generate-hashes \
-		--no-emit-index-url --no-annotate --no-header --upgrade --output-file requirements.lock
+lock: .venv/.ready .uv/bin/uv  ## resolve what pyproject.toml asks for, keeping versions (ARGS=--upgrade moves them)
+	.uv/bin/uv pip compile --quiet pyproject.toml --extra torch --extra kfp --extra dev --universal --python-version 3.11 \
+		--generate-hashes --no-emit-index-url --no-annotate --no-header $(ARGS) --output-file requirements.lock
+	$(BIN)/python -m images.locks
+
+images: .venv/.ready  ## build the container images for CPUs (root; docs/images.md; ARGS="--push PREFIX" pushes them)
+	@$(BIN)/python -m images.build --stack cpu --bootstrap-base $(ARGS)
 
 bench-loop bench-rollout bench-queue: bench-%: .venv/.ready  ## measure (ARGS="…" go to `tandem bench`)
 	@$(BIN)/tandem bench $* $(ARGS)

@@ -19,7 +19,7 @@ from components.experience.group import Group, Sample
 from components.experience.redis_server import RedisServer
 from configs.run import RunConfig
 
-pytest_plugins = ["tests.storage.s3_server", "tests.tracking.mlflow_server"]
+pytest_plugins = ["tests.cluster.plugin", "tests.storage.s3_server", "tests.tracking.mlflow_server"]
 
 _numbers = itertools.count()
 

@@ -1,0 +1,3 @@
+module tandem.test/pause
+
+go 1.26
