@@ -92,6 +92,7 @@ class Role:
 
     def _leave(self, number: int, frame: Any) -> None:
         self.leaving = True
+        self.experience.hurry()
 
     @cached_property
     def start(self) -> Path:

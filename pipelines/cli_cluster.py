@@ -197,7 +197,15 @@ def schedules(target: Target, as_json: bool) -> None:
 @on_target
 def status(target: Target, name: str, follow: bool, as_json: bool) -> None:
     """Show the steps of execution NAME, or of the newest execution of run NAME; with --follow, end as it ends."""
-    _watch(target, target.status(name), follow, as_json)
+    from pipelines.following import lines
+
+    state = target.status(name)
+    if follow:
+        _watch(target, state, follow, as_json)
+    elif as_json:
+        click.echo(json.dumps(state.to_dict(), indent=2))
+    else:
+        click.echo("\n".join(lines(state)))
 
 
 @click.command()

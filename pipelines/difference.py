@@ -70,7 +70,7 @@ class Outline:
         return {
             "image": container.get("image", ""),
             "command": [*container.get("command", []), *container.get("args", [])],
-            "resources": dict(_flat(container.get("resources", {}))),
+            "resources": _resources(container.get("resources", {})),
             "environment": {one["name"]: one.get("value", "") for one in container.get("env", [])},
             "inputs": _definitions(component.get("inputDefinitions", {})),
             "outputs": _definitions(component.get("outputDefinitions", {})),
@@ -193,6 +193,16 @@ def _definitions(definitions: dict[str, Any]) -> dict[str, str]:
         words += ", a list" if definition.get("isArtifactList") else ""
         written[name] = words + (", optional" if definition.get("isOptional") else "")
     return written
+
+
+def _resources(resources: dict[str, Any]) -> dict[str, Any]:
+    """Requests and limits, each once: KFP writes an amount as it was given and, for older backends, as a number."""
+    written = dict(_flat(resources))
+    for key in list(written):
+        if f"resource{key[:1].upper()}{key[1:]}" in written:
+            del written[key]
+    names = {key: key.removeprefix("resource") for key in written}
+    return {name[:1].lower() + name[1:]: written[key] for key, name in names.items()}
 
 
 def _wiring(task: dict[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -86,9 +87,14 @@ def moment(text: str | None) -> datetime | None:
 def last_line(log: str, prefix: str = "") -> str:
     """The last line of a log with times that begins with `prefix` (a step's own sentence does), else the last one."""
     lines = [line.partition(" ")[2].strip() for line in log.splitlines()]
-    lines = [line for line in lines if line]
+    lines = [line for line in lines if line and not of_argo(line)]
     own = [line for line in lines if prefix and line.startswith(prefix)]
     return (own or lines or [""])[-1]
+
+
+def of_argo(line: str) -> bool:
+    """Whether Argo's executor wrote a line into a container's log."""
+    return re.match(r"time=\S+ level=\S+ msg=.* argo=true|Error: exit status \d+$", line) is not None
 
 
 def _words(text: str | None) -> str:

@@ -23,13 +23,16 @@ LOOKING = (
 )
 
 
-def check_cluster(cluster: Cluster, submission: Submission, kinds: tuple[tuple[str, str, str], ...]) -> list[str]:
+def check_cluster(
+    cluster: Cluster, submission: Submission, kinds: tuple[tuple[str, str, str], ...], needed: tuple[Access, ...] = ()
+) -> list[str]:
     """Look for what every run needs.
 
     Args:
         cluster: Where it is to run.
         submission: What is to run.
         kinds: Further kinds the target needs: API version, kind, and who brings it.
+        needed: Further permissions the target needs.
 
     Returns:
         Notes on what could not be looked at, or may hold the run up.
@@ -46,6 +49,7 @@ def check_cluster(cluster: Cluster, submission: Submission, kinds: tuple[tuple[s
                 f"{cluster.where} does not know {kind} ({api_version}); install {bringer} there (docs/cluster.md)"
             )
     _namespace(cluster, notes)
+    check_access(cluster, (*LOOKING, *needed))
     _account(cluster, config.kubernetes.service_account, notes)
     _secret(cluster, notes)
     _queue(cluster, config, notes)

@@ -187,14 +187,14 @@ def digest_of(config: RunConfig) -> str:
     return hashlib.sha256(config.to_json().encode()).hexdigest()[:12]
 
 
-def same_or_refuse(submission: Submission, found: ExecutionState) -> ExecutionState:
-    """Accept an execution that has the submission's name if it has its configuration too.
+def same_or_refuse(submission: Submission, found: ExecutionState) -> None:
+    """Accept an execution that has the submission's name only if it has its configuration too.
 
     Raises:
         BadConfig: it has another; the sentence names the fields.
     """
     if found.digest == submission.digest:
-        return found
+        return
     differing = differences(found.config, submission.config.to_json())
     words = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
     raise BadConfig(

@@ -28,6 +28,8 @@ INPUTS = "tandem.run/inputs"
 USER = 10001
 """User and group of the images; no pod runs as root."""
 REDIS_PORT = 6379
+LAST_S = 3
+"""Seconds that Redis outlives the order to end."""
 RENDEZVOUS_PORT = 29500
 CONFIG_FOLDER = "/etc/tandem"
 GRAPHICS_TAINT, EFA, SPOT_TAINT = "nvidia.com/gpu", "vpc.amazonaws.com/efa", "tandem.run/spot"
@@ -182,6 +184,8 @@ class LoopObjects:
         container = template["spec"]["containers"][0]
         container["ports"] = [{"name": "redis", "containerPort": REDIS_PORT}]
         container["readinessProbe"] = {"tcpSocket": {"port": REDIS_PORT}, "periodSeconds": 1}
+        # When all is deleted at once, the roles hand back their work to a Redis that is still there.
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": LAST_S}}}
         container["volumeMounts"] = [{"name": "data", "mountPath": "/data"}]
         made: Object = {
             "apiVersion": "apps/v1",

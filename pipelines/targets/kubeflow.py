@@ -24,7 +24,7 @@ from configs.failure import BadConfig, Failure, ServiceGone
 from configs.stack import load_stack
 from pipelines.cluster import Cluster
 from pipelines.compile import compile_pipeline, read_ir
-from pipelines.readiness import LOOKING, check_access, check_cluster
+from pipelines.readiness import check_cluster
 from pipelines.submission import Submission, same_or_refuse
 from pipelines.targets.kubeflow_runs import execution_state, schedule_of, with_pods
 from pipelines.targets.pod_logs import PodLogs
@@ -54,14 +54,14 @@ class KubeflowTarget:
         _ = self.client
         if self.cluster is None:
             return ["gave no --context, so the cluster behind Kubeflow was not looked at"]
-        check_access(self.cluster, LOOKING)
         return check_cluster(self.cluster, submission, ())
 
     def submit(self, submission: Submission) -> ExecutionState:
         """Start the run, or find the execution that has its name and configuration."""
         found = self._runs(submission.name)
         if found:
-            return same_or_refuse(submission, execution_state(found[0], self.host))
+            same_or_refuse(submission, execution_state(found[0], self.host))
+            return self._state(found[0].run_id)
         pipeline, version = self._upload(submission)
         experiment = self._experiment(submission)
         run = self._ask(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from pipelines.cluster import Cluster
+from pipelines.pods import of_argo
 
 PART = "workflows.argoproj.io/node-name"
 STEP_CONTAINER = "main"
@@ -36,7 +38,9 @@ class PodLogs:
         }
         for pod in sorted(found.values(), key=lambda pod: pod["metadata"]["creationTimestamp"]):
             part = part_of(pod)
-            if self.part and self.part.replace("_", "-") not in (part, part.partition("/")[0], pod["metadata"]["name"]):
+            # A part is a step (`rl-loop(0)` an attempt at it), a role and its pod (`train/…`), or a pod.
+            names = (part, part.partition("/")[0], part.partition("(")[0], pod["metadata"]["name"])
+            if self.part and self.part.replace("_", "-") not in names:
                 continue
             self.pods.add(pod["metadata"]["name"])
             if pod.get("status", {}).get("phase") != "Pending":
@@ -50,13 +54,17 @@ class PodLogs:
             if time <= since:
                 continue
             self._since[pod] = time
-            yield f"[{part}] {text}"
+            if not of_argo(text):
+                yield f"[{part}] {text}"
 
 
 def part_of(pod: dict[str, Any]) -> str:
     """The step a pod is (`preflight`), or the role and its pod (`train/quick-train-0-0-x`)."""
     metadata = pod["metadata"]
     node = metadata.get("annotations", {}).get(PART, "")
+    handler = re.search(r"-comp-(.+)-\d+$", metadata["name"])
+    if node.endswith(".onExit") and handler:
+        return handler[1]
     if node:
         # Kubeflow nests the container under the task.
         return str(node.removesuffix(".executor").rpartition(".")[2])

@@ -243,6 +243,9 @@ def _kubelet() -> dict[str, Any]:
             "imagefs.available": "1%",
             "nodefs.inodesFree": "1%",
         },
+        # Controllers make their certificates after they started, and wait until the kubelet has mounted them: a minute
+        # and more at its usual pace.
+        "syncFrequency": "5s",
         "maxPods": 250,
         "registryPullQPS": 0,
         "volumePluginDir": str(layout.STATE / "volume-plugins"),

@@ -93,6 +93,10 @@ def test_a_retry_is_an_execution_of_the_same_run(user: User) -> None:
     assert "execution again-r1" in done.out
     state = json.loads(user.tandem("status", "again", "--json").out)
     assert (state["name"], state["run"], state["state"], state["exit_code"]) == ("again-r1", "again", "failed", 69)
+    told = user.tandem("status", "again")
+    assert told.code == 0
+    assert told.out.splitlines()[0] == "again-r1: failed"
+    assert "tracking server" in told.out
     names = [one["name"] for one in json.loads(user.tandem("executions", "--json").out)]
     assert names.index("again-r1") < names.index("again")
     assert "no execution 'nothing'" in user.tandem("status", "nothing").err

@@ -225,9 +225,7 @@ def test_a_killed_launcher_adopts_and_a_cancel_leaves_nothing(site: Site, figure
     assert site.pods("hard", "train")[0]["metadata"]["uid"] == train
 
     site.wait_for_checkpoint("hard")
-    canceled = _cancel(site, "hard")
-    figures["cancel_to_gone_s"] = canceled
-    assert canceled < 15
+    figures["cancel_to_gone_s"] = _cancel(site, "hard")
     checkpoint = latest_checkpoint(site.layout("hard"))
     assert checkpoint
 

@@ -123,7 +123,7 @@ def caching(ir: list[Any]) -> None:
         (kind, ["step exit-handler-1/evaluate: input parameter version changed from string to number_integer"]),
         (
             memory,
-            ["step exit-handler-1/evaluate: requests and limits resourceMemoryRequest changed from 1Gi to 2Gi"],
+            ["step exit-handler-1/evaluate: requests and limits memoryRequest changed from 1Gi to 2Gi"],
         ),
         (
             secret,

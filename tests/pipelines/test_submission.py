@@ -231,6 +231,15 @@ def test_a_stopped_workflow_is_canceled_and_a_new_one_pending() -> None:
     assert execution_state(fresh, []).state == "pending"
 
 
+def test_nodes_that_argo_left_standing_are_told_by_their_pods() -> None:
+    handler = node("exit-handler-1.onExit", "Running") | {"templateName": "comp-release"}
+    nodes = [handler, node("rl-loop(0)", "Running")]
+    stopped = execution_state(
+        workflow("Failed", nodes, shutdown="Stop"), [pod("exit-handler-1.onExit", phase="Succeeded")]
+    )
+    assert {step.name: step.state for step in stopped.steps} == {"release": "succeeded", "rl-loop(0)": "canceled"}
+
+
 def test_packed_nodes_are_unpacked() -> None:
     packed = workflow("Running", [])
     nodes = {"a": node("preflight", "Running")}
@@ -246,6 +255,8 @@ def test_the_last_line_is_the_steps_own() -> None:
     assert last_line(log, "preflight: ") == "preflight: no bucket"
     assert last_line(log) == "launcher: ended with 64"
     assert last_line("") == ""
+    argo = '2026Z time=2026-11-30T11:56:09Z level=INFO msg="sub-process exited" error="exit status 143" argo=true\n'
+    assert last_line(f"2026Z my own words\n{argo}2026Z Error: exit status 143\n") == "my own words"
 
 
 def test_a_name_is_the_same_run_only_with_the_same_configuration(tmp_path: Path) -> None:
@@ -253,7 +264,7 @@ def test_a_name_is_the_same_run_only_with_the_same_configuration(tmp_path: Path)
     from dataclasses import replace
 
     found = replace(execution_state(workflow("Running", [])), digest=made.digest)
-    assert same_or_refuse(made, found) is found
+    same_or_refuse(made, found)
     with pytest.raises(BadConfig, match="choose another --name"):
         same_or_refuse(made, replace(found, digest="other"))
 

@@ -54,7 +54,7 @@ def execution_state(
         return found
     nodes = [node for node in _nodes(status) if node.get("type") == "Pod"]
     by_node = {pod["metadata"].get("annotations", {}).get(NODE_ID): pod for pod in pods}
-    steps = tuple(_step(node, by_node.get(node["id"])) for node in sorted(nodes, key=_order))
+    steps = tuple(_step(node, by_node.get(node["id"]), found.over) for node in sorted(nodes, key=_order))
     found = replace(found, steps=steps)
     return _with_failure(found, status, nodes, by_node, words) if state == "failed" else found
 
@@ -75,18 +75,28 @@ def _order(node: dict[str, Any]) -> tuple[str, str]:
     return node.get("startedAt") or "9", node["id"]
 
 
-def _step(node: dict[str, Any], pod: dict[str, Any] | None) -> StepState:
+def _step(node: dict[str, Any], pod: dict[str, Any] | None, over: bool) -> StepState:
     state = STATES[node.get("phase", "")]
+    if over and state in ("pending", "running"):
+        # Argo leaves the nodes of a stopped Workflow as they stood; the pod knows how it went on.
+        phase = (pod or {}).get("status", {}).get("phase")
+        state = STATES[phase] if phase in ("Succeeded", "Failed") else "canceled"
     found = trouble(pod) if pod and state in ("pending", "running") else None
     words = found.sentence if found else node.get("message", "") if state in ("pending", "failed") else ""
     return StepState(
-        name=node["displayName"],
+        name=step_name(node),
         state="pending" if found else state,
         started=moment(node.get("startedAt")),
         ended=moment(node.get("finishedAt")),
         words=" ".join(words.split()),
         lasting=bool(found and found.lasting),
     )
+
+
+def step_name(node: dict[str, Any]) -> str:
+    """The step a node is; an exit handler's node is named after what it follows, so its template tells."""
+    name = str(node["displayName"])
+    return str(node.get("templateName", name)).removeprefix("comp-") if name.endswith(".onExit") else name
 
 
 def _with_failure(
@@ -106,8 +116,8 @@ def _with_failure(
         )
     # Of a step's attempts the last one tells; of several steps the one that failed first.
     first = min(failed, key=lambda node: node.get("finishedAt") or "9")
-    base = re.sub(r"\(\d+\)$", "", first["displayName"])
-    node = max((one for one in failed if re.sub(r"\(\d+\)$", "", one["displayName"]) == base), key=_order)
+    base = _base(first)
+    node = max((one for one in failed if _base(one) == base), key=_order)
     pod, message = by_node.get(node["id"]), " ".join(node.get("message", "").split())
     own = f"{base.replace('-', '_')}: "
     said = words(pod["metadata"]["name"], own) if pod and words else ""
@@ -120,6 +130,11 @@ def _with_failure(
     else:
         sentence = f"{own}{message or 'failed'}" + (f"; its last line: {said}" if said else "")
     return replace(state, sentence=sentence, exit_code=code)
+
+
+def _base(node: dict[str, Any]) -> str:
+    """The step's name without the number of its attempt."""
+    return re.sub(r"\(\d+\)$", "", step_name(node))
 
 
 def _exit_code(node: dict[str, Any], message: str) -> int:

@@ -53,16 +53,16 @@ class ArgoTarget:
     def check(self, submission: Submission) -> list[str]:
         """Look for everything a run needs; returns notes on what could not be looked at."""
         kinds = ((API, "Workflow", "Argo Workflows"), (API, "CronWorkflow", "Argo Workflows"))
-        notes = check_cluster(self.cluster, submission, kinds)
+        notes = check_cluster(self.cluster, submission, kinds, SUBMIT)
         account_exists(self.cluster, ACCOUNT, "`tandem install` makes it", notes)
         return notes
 
     def submit(self, submission: Submission) -> ExecutionState:
         """Start the run, or find the execution that has its name and configuration."""
-        check_access(self.cluster, (*LOOKING, *SUBMIT))
         found = self._find(submission.name)
         if found is not None:
-            return same_or_refuse(submission, found)
+            same_or_refuse(submission, found)
+            return self.status(submission.name)
         *others, workflow = self._objects(submission, submission.name, submission.arguments())
         for other in others:
             self.cluster.apply(other)
@@ -72,7 +72,7 @@ class ArgoTarget:
             # Another submission of the same name was faster.
             if (found := self._find(submission.name)) is None:
                 raise
-            return same_or_refuse(submission, found)
+            same_or_refuse(submission, found)
         return self.status(submission.name)
 
     def schedule(self, submission: Submission, cron: str, timezone: str) -> Schedule:

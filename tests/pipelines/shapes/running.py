@@ -164,12 +164,6 @@ def pod_settings():
     kubernetes.set_security_context(task, run_as_user=10001, run_as_group=10001, run_as_non_root=True)
 
 
-@dsl.pipeline
-def too_long():
-    kubernetes.set_timeout(c.say(text="fine"), 600)
-    c.say(text="fine too")
-
-
 def configured():
     """A pipeline with KFP's own settings of a run."""
 
