@@ -60,7 +60,7 @@ def open_target(name: str, context: str | None, kubeconfig: Path | None, namespa
     Raises:
         BadConfig: Kubeflow's address is not known.
     """
-    from pipelines.cluster import Cluster
+    from components.cluster.api import Cluster
 
     if name == "argo":
         from pipelines.targets.argo.runs import ArgoTarget
@@ -293,7 +293,7 @@ def install(
     **settings: Any,
 ) -> None:
     """Install what runs need in a namespace: accounts, roles, network rules, settings, MLflow."""
-    from pipelines.cluster import Cluster
+    from components.cluster.api import Cluster
     from pipelines.install import Settings, render, to_yaml
     from pipelines.install import install as apply
     from pipelines.submission import read_images

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from components.cluster.api import Cluster
 from configs.failure import BadConfig
-from pipelines.cluster import Cluster
 
 MANIFESTS = Path(__file__).parent / "targets" / "manifests"
 NAMESPACE = "tandem"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from components.cluster.api import Access, Cluster
 from configs.failure import BadConfig
 from configs.kubernetes import RolePods
 from configs.run import RunConfig
-from pipelines.cluster import Access, Cluster
 from pipelines.submission import Submission
 
 INSTALL = "`tandem install`"

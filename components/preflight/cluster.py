@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from components.rl_loop.cluster import Cluster
+from components.cluster.api import Access, Cluster
 from components.rl_loop.objects import JOBSET, LEADER_WORKER_SET
 from configs.failure import BadConfig
 from configs.hardware import load_hardware, objections
@@ -39,7 +39,7 @@ def check_cluster(config: RunConfig, cluster: Cluster) -> None:
     wanted = [(group, resource, verb) for group, resource in CHANGED for verb in ("create", "patch", "delete")]
     wanted += [(group, resource, "list") for group, resource in READ]
     for group, resource, verb in wanted:
-        if not cluster.may(verb, group, resource):
+        if not cluster.allowed(Access(verb, group, resource)):
             raise BadConfig(
                 f"this ServiceAccount may not {verb} {resource} in namespace {cluster.namespace}; `tandem install` gives"
                 " it its rights"

@@ -26,9 +26,9 @@ def preflight(step: Step) -> None:
     stack, hardware = check_stack(config)
     if config.loop.roles == "kubernetes":
         from components.preflight.cluster import check_cluster
-        from components.rl_loop.cluster import Cluster, connect, own_namespace
+        from components.rl_loop.cluster import LoopCluster
 
-        check_cluster(config, Cluster(connect(), own_namespace()))
+        check_cluster(config, LoopCluster())
     else:
         for note in check_packages(stack, hardware):
             print(f"note: {note}", flush=True)

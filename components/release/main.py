@@ -53,10 +53,10 @@ def release(step: Step) -> None:
 
 def end_pods(config: RunConfig) -> None:
     """Delete what the loop created in the cluster, should it still be there."""
-    from components.rl_loop.cluster import Cluster, connect, own_namespace
+    from components.rl_loop.cluster import LoopCluster
     from components.rl_loop.objects import JOBSET
 
-    cluster = Cluster(connect(), own_namespace())
+    cluster = LoopCluster()
     if cluster.get(JOBSET, "JobSet", config.name) is not None:
         cluster.delete(JOBSET, "JobSet", config.name)
         print(f"deleted JobSet {config.name}, which outlived its loop", flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from components.rl_loop.cluster import Cluster
+from components.cluster.api import Cluster
 from configs.failure import BadConfig
 
 API = "coordination.k8s.io/v1"
@@ -94,10 +94,9 @@ class Claim:
         body: dict[str, Any] = {"apiVersion": API, "kind": "Lease", "metadata": dict(self._metadata), "spec": spec}
         if found is None:
             body["spec"]["acquireTime"] = now
-            written: dict[str, Any] | None = self.cluster.create(body)
         else:
             body["metadata"]["resourceVersion"] = found["metadata"]["resourceVersion"]
-            written = self.cluster.replace(body)
+        written = self.cluster.take(body)
         self._renewed = time.monotonic()
         return written is not None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from components.rl_loop.claim import API as LEASE
 from components.rl_loop.claim import Claim
-from components.rl_loop.cluster import Cluster, pod_name
+from components.rl_loop.cluster import LoopCluster, pod_name
 from components.rl_loop.objects import (
     INPUTS,
     JOBSET,
@@ -51,7 +51,7 @@ class LoopPods:
         inputs: What the roles are started with.
         tracking_run: Id of the run on the tracking server, forwarded to the pods.
         cluster: The run's namespace.
-        cancelling: A second connection, for the DELETE from a signal handler.
+        cancelling: A second connection with a short limit, for the DELETE from a signal handler.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class LoopPods:
         layout: RunLayout,
         inputs: Inputs,
         tracking_run: str,
-        cluster: Cluster,
-        cancelling: Cluster,
+        cluster: LoopCluster,
+        cancelling: LoopCluster,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -102,7 +102,7 @@ class LoopPods:
         if found is not None and self._usable(found):
             self.adopted = True
             # Their owner now is the execution that goes on with them.
-            self.cluster.merge(
+            self.cluster.patch(
                 JOBSET, "JobSet", name, {"metadata": {"ownerReferences": [self.owner] if self.owner else []}}
             )
         elif found is not None:
@@ -160,7 +160,7 @@ class LoopPods:
                 return f"there is no pod of {worker}"
             if ended := crash(pods[-1]):
                 return last_line(ended[1])
-            lines = self.cluster.log_tail(pods[-1]["metadata"]["name"])
+            lines = self.cluster.log_tail(pods[-1])
         except Failure as failure:
             return f"unknown, because {failure.sentence}"
         return lines[-1] if lines else "it left none"
@@ -169,7 +169,7 @@ class LoopPods:
         """The first act at a signal: delete everything, by one call that is safe in a signal handler."""
         for api_version, kind in ((JOBSET, "JobSet"), (LEASE, "Lease")):
             try:
-                self._cancelling.delete(api_version, kind, self.config.name, limit_s=CANCEL_S)
+                self._cancelling.delete(api_version, kind, self.config.name)
             except Failure as failure:
                 print(f"note: {failure.sentence}; the pods end by themselves", flush=True)
 
@@ -177,8 +177,8 @@ class LoopPods:
         """Let the roles hand back their work and leave, while Redis stays."""
         name = self.config.name
         if not self._condition("Completed"):
-            self.cluster.merge(JOBSET, "JobSet", name, {"spec": {"suspend": True}})
-        self.cluster.merge(LEADER_WORKER_SET, "LeaderWorkerSet", f"{name}-rollout", {"spec": {"replicas": 0}})
+            self.cluster.patch(JOBSET, "JobSet", name, {"spec": {"suspend": True}})
+        self.cluster.patch(LEADER_WORKER_SET, "LeaderWorkerSet", f"{name}-rollout", {"spec": {"replicas": 0}})
         end = time.monotonic() + self.config.kubernetes.grace_s + 5.0
         while time.monotonic() < end:
             if not [pod for pod in self._pods() if pod["metadata"]["labels"][ROLE_LABEL] != "redis" and _runs(pod)]:
@@ -193,7 +193,7 @@ class LoopPods:
         """
         if finished and self.config.kubernetes.redis_storage_gib:
             policy = {"persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Delete", "whenScaled": "Retain"}}
-            self.cluster.merge("apps/v1", "StatefulSet", f"{self.config.name}-redis", {"spec": policy})
+            self.cluster.patch("apps/v1", "StatefulSet", f"{self.config.name}-redis", {"spec": policy})
         self.cluster.delete(JOBSET, "JobSet", self.config.name)
         self.claim.release()
 

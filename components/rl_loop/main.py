@@ -63,14 +63,13 @@ def roles_of(step: Step) -> Roles:
     config, given = step.config, step.parameters
     if config.loop.roles == "processes":
         return RoleProcesses(config, step.layout, given["data"], given["checkpoint"])
-    from components.rl_loop.cluster import Cluster, connect, own_namespace
-    from components.rl_loop.kubernetes import LoopPods, redis_url
+    from components.rl_loop.cluster import LoopCluster
+    from components.rl_loop.kubernetes import CANCEL_S, LoopPods, redis_url
     from components.role import Inputs
 
     inputs = Inputs(redis_url(config), given["data"], given["checkpoint"])
     # The second connection is for the signal handler, which may interrupt a request on the first.
-    cluster, cancelling = (Cluster(connect(), own_namespace()) for _ in range(2))
-    return LoopPods(config, step.layout, inputs, given["tracking_run"], cluster, cancelling)
+    return LoopPods(config, step.layout, inputs, given["tracking_run"], LoopCluster(), LoopCluster(CANCEL_S))
 
 
 class Loop:

@@ -20,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from components.cluster.api import Cluster
 from configs.failure import BadConfig, Failure, ServiceGone
 from configs.stack import load_stack
-from pipelines.cluster import Cluster
 from pipelines.compile import compile_pipeline, read_ir
 from pipelines.readiness import check_cluster
 from pipelines.submission import Submission, same_or_refuse

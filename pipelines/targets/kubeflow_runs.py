@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from components.cluster.api import Cluster
 from configs.failure import DEFECT
-from pipelines.cluster import Cluster
 from pipelines.compile import POST_TRAINING, read_ir
 from pipelines.pods import last_line, trouble
 from pipelines.targets.pod_logs import part_of

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pipelines.cluster import Cluster
+from components.cluster.api import Cluster
 from pipelines.pods import of_argo
 
 PART = "workflows.argoproj.io/node-name"

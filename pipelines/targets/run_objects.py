@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from components.cluster.api import Access, Cluster
 from configs.failure import ServiceGone
-from pipelines.cluster import Access, Cluster
 
 KINDS = (
     ("jobset.x-k8s.io/v1alpha2", "JobSet"),

@@ -43,6 +43,11 @@ def prepare() -> None:
 def undo() -> None:
     """Take the bridge, the packet filters and everything mounted below the cluster's folders away."""
     _unmount()
+    # A pod's network can outlive its processes, held by whoever entered it; its end here carries the pods' gateway.
+    pods = ipaddress.ip_network(layout.POD_SUBNET)
+    for address, device in _addresses():
+        if device.startswith("veth") and ipaddress.ip_address(address) in pods:
+            _command("ip", "link", "del", device, check=False)
     _command("ip", "link", "del", layout.BRIDGE, check=False)
     _command("nft", "delete", "table", "inet", FILTER, check=False)
     for family in ("ip", "ip6"):
@@ -94,17 +99,22 @@ def _apt(*arguments: str, folder: Path = Path("/")) -> bool:
 
 def _make_bridge() -> None:
     """A bridge without ports: where no dummy device can be made, it carries an address as well."""
-    links = json.loads(_command("ip", "-json", "address"))
-    held = {entry["local"]: link["ifname"] for link in links for entry in link["addr_info"]}
-    if held.get(layout.NODE_ADDRESS) == layout.BRIDGE:
+    held = _addresses()
+    if (layout.NODE_ADDRESS, layout.BRIDGE) in held:
         return
     ours = [ipaddress.ip_network(each) for each in (layout.POD_SUBNET, layout.SERVICE_SUBNET, layout.NODE_ADDRESS)]
-    for address, device in held.items():
+    for address, device in held:
         if device != layout.BRIDGE and any(ipaddress.ip_address(address) in network for network in ours):
             raise BadConfig(f"{device} has the address {address}, which the test cluster uses; stop what made it")
     _command("ip", "link", "add", layout.BRIDGE, "type", "bridge", check=False)
     _command("ip", "address", "replace", f"{layout.NODE_ADDRESS}/32", "dev", layout.BRIDGE)
     _command("ip", "link", "set", layout.BRIDGE, "up")
+
+
+def _addresses() -> list[tuple[str, str]]:
+    """Addresses of this machine with their devices; all pods' ends here share one address."""
+    links = json.loads(_command("ip", "-json", "address"))
+    return [(entry["local"], link["ifname"]) for link in links for entry in link["addr_info"]]
 
 
 def _filter_packets() -> None:

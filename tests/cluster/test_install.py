@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipelines.cluster import Cluster as Connection
+from components.cluster.api import Cluster as Connection
 from pipelines.install import MANIFESTS, Settings, install, render
 from tests.cluster.api import wait_for
 from tests.go_toolchain import go

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from components.rl_loop.cluster import Cluster, connect
+from components.rl_loop.cluster import LoopCluster
 from components.rl_loop.kubernetes import LoopPods, redis_url
 from components.rl_loop.objects import JOBSET
 from components.role import Inputs
@@ -46,7 +46,8 @@ class Pods:
                 "kubernetes": {"images": images, "service_account": "default", **kubernetes},
             }
         )
-        connections = [Cluster(connect(cluster.context, str(cluster.kubeconfig)), namespace) for _ in range(2)]
+        place = {"namespace": namespace, "context": cluster.context, "kubeconfig": cluster.kubeconfig}
+        connections = [LoopCluster(**place) for _ in range(2)]
         self.api = cluster.api
         self.namespace = namespace
         inputs = Inputs(redis_url(config), "s3://bucket/data", "s3://bucket/start")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from components.cluster.api import Access, Cluster
 from configs.failure import BadConfig
-from pipelines.cluster import Access, Cluster
 from pipelines.install import Settings, install, render
 from pipelines.readiness import LOOKING
 from pipelines.targets.argo.runs import SCHEDULE, SUBMIT

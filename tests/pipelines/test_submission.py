@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from components.cluster.api import Access, Cluster
 from configs.failure import BadConfig, BadData, Failure
 from configs.run import RunConfig
-from pipelines.cluster import Access, Cluster
 from pipelines.pods import last_line, trouble
 from pipelines.submission import check_cron, differences, find_images, prepare_schedule, retry_name, same_or_refuse
 from pipelines.targets.argo.nodes import execution_state

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from components.cluster.api import Access, Cluster
 from configs.failure import BadConfig, Failure, ServiceGone
 from configs.stack import load_stack
-from pipelines.cluster import Access, Cluster
 from pipelines.compile import compile_pipeline
 from pipelines.readiness import LOOKING, account_exists, check_access, check_cluster
 from pipelines.submission import Submission, retry_name, same_or_refuse

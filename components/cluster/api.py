@@ -1,4 +1,4 @@
-"""A Kubernetes cluster as the command line sees it: any kind of object by API version, rights, logs; errors as sentences.
+"""A Kubernetes cluster: objects of any kind by API version, rights, logs; every failure a sentence.
 
 The kinds come from the server's own discovery (the dynamic client), so custom resources need no code of their own. The
 `kubernetes` package takes half a second to import and is imported when a cluster is first talked to.
@@ -43,12 +43,29 @@ class Access:
 
 
 class Cluster:
-    """One cluster and one namespace of it, through a kubeconfig context (or the pod's own account inside a cluster)."""
+    """One cluster and one namespace of it, through a kubeconfig context (or the pod's own account inside a cluster).
 
-    def __init__(self, namespace: str, context: str | None = None, kubeconfig: Path | None = None) -> None:
+    Args:
+        namespace: Of everything that names none.
+        context: Of the kubeconfig; None takes the current one.
+        kubeconfig: File; None takes the default one, or the pod's account where there is none.
+        rights: What to do about a missing right, as the end of a sentence.
+        limit_s: Seconds one request may take.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        context: str | None = None,
+        kubeconfig: Path | None = None,
+        rights: str = "ask for the Role tandem-submitter (docs/cluster.md)",
+        limit_s: float = ANSWER_S,
+    ) -> None:
         self.namespace = namespace
         self.context = context
         self.kubeconfig = kubeconfig
+        self.rights = rights
+        self.limit_s = limit_s
 
     @property
     def where(self) -> str:
@@ -109,7 +126,7 @@ class Cluster:
     def get(self, api_version: str, kind: str, name: str) -> dict[str, Any] | None:
         """An object of this namespace (or of the cluster), or None."""
         path = self._path(api_version, kind, name)
-        return self._request("GET", path, f"get {kind} '{name}'", absent_ok=True)
+        return self._request("GET", path, f"get {kind} '{name}'", absent=(404,))
 
     def find(self, api_version: str, kind: str, selector: str = "") -> list[dict[str, Any]]:
         """The objects of this namespace that a label selector fits."""
@@ -128,6 +145,14 @@ class Cluster:
         made = self._request("POST", path, f"create {_named(body)}", body=body, query=_STRICT)
         assert made is not None
         return made
+
+    def take(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Create an object, or replace it as it was read (by its resourceVersion); None if somebody else was faster."""
+        metadata = body["metadata"]
+        known = "resourceVersion" in metadata
+        path = self._path(body["apiVersion"], body["kind"], metadata["name"] if known else None)
+        method, what = ("PUT", f"update {_named(body)}") if known else ("POST", f"create {_named(body)}")
+        return self._request(method, path, what, body, _STRICT, absent=(404, 409))
 
     def apply(self, body: dict[str, Any], dry_run: bool = False, namespace: str | None = None) -> dict[str, Any]:
         """Apply an object on the server's side; unknown fields are refused.
@@ -149,14 +174,14 @@ class Cluster:
         """Merge a change into an object; None if there is no such object."""
         path = self._path(api_version, kind, name)
         return self._request(
-            "PATCH", path, f"patch {kind} '{name}'", change, _STRICT, "application/merge-patch+json", absent_ok=True
+            "PATCH", path, f"patch {kind} '{name}'", change, _STRICT, "application/merge-patch+json", absent=(404,)
         )
 
     def delete(self, api_version: str, kind: str, name: str, dependents: str = "Background") -> bool:
         """Delete an object and what it owns (`dependents` "Orphan": only itself); whether it was there."""
         path = self._path(api_version, kind, name)
         query = [("propagationPolicy", dependents)]
-        return self._request("DELETE", path, f"delete {kind} '{name}'", query=query, absent_ok=True) is not None
+        return self._request("DELETE", path, f"delete {kind} '{name}'", query=query, absent=(404,)) is not None
 
     def allowed(self, access: Access) -> bool:
         """Whether this user may do something in the namespace (SelfSubjectAccessReview)."""
@@ -215,9 +240,8 @@ class Cluster:
         body: Any = None,
         query: list[tuple[str, str]] | None = None,
         content_type: str = "application/json",
-        absent_ok: bool = False,
+        absent: tuple[int, ...] = (),
     ) -> dict[str, Any] | None:
-        absent = (404,) if absent_ok else ()
         text = self._telling(lambda: self._send(method, path, body, query or [], content_type), what, absent)
         return json.loads(text) if text else None
 
@@ -225,7 +249,7 @@ class Cluster:
         response = self.api.call_api(
             path, method, query_params=query, body=body, auth_settings=["BearerToken"], _preload_content=False,
             header_params={"Accept": "application/json", "Content-Type": content_type},
-            _return_http_data_only=True, _request_timeout=ANSWER_S,
+            _return_http_data_only=True, _request_timeout=self.limit_s,
         )  # fmt: skip
         return bytes(response.data).decode(errors="replace")
 
@@ -265,10 +289,7 @@ class Cluster:
                 f"{self.where} does not accept these credentials; log in again or choose another --context"
             )
         if status == 403:
-            return BadConfig(
-                f"{self.where} forbids to {what} in namespace '{self.namespace}' ({words}); ask for the Role"
-                " tandem-submitter (docs/cluster.md)"
-            )
+            return BadConfig(f"{self.where} forbids to {what} in namespace '{self.namespace}' ({words}); {self.rights}")
         if status >= 500 or status == 429:
             return ServiceGone(f"{self.where} failed to {what} ({words}); try again")
         return BadConfig(f"{self.where} refuses to {what}: {words}")
