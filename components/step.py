@@ -28,6 +28,8 @@ from configs.run import RunConfig
 
 WORKFLOW = "TANDEM_WORKFLOW"
 """Variable with the name of the workflow that a pod belongs to."""
+SOON_S = 90.0
+"""Seconds after which a try is the user's, who may have mended the cause, and not the workflow's own."""
 
 
 class Marker(msgspec.Struct, kw_only=True):
@@ -111,7 +113,8 @@ class Step:
         earlier, now = read_marker(self.layout, self.name), self.marker
         if earlier is None or not now.job or (earlier.job, earlier.inputs) != (now.job, now.inputs):
             return
-        if earlier.status == "failed" and earlier.exit_code in (BAD_CONFIG, BAD_DATA):
+        soon = now.started - earlier.ended < SOON_S
+        if soon and earlier.status == "failed" and earlier.exit_code in (BAD_CONFIG, BAD_DATA):
             raise failure_of(earlier.exit_code, earlier.sentence)
 
     def write_marker(self) -> None:

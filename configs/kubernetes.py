@@ -57,6 +57,8 @@ class KubernetesConfig(Document):
     Kubernetes grants to privileged containers only."""
     ready_s: float = Field(default=900.0, gt=0)
     """Seconds a pod may wait for a node and its image before the run ends with the reason."""
+    queue_s: float = Field(default=86_400.0, gt=0)
+    """Seconds the queue may take to admit the pods."""
     orphan_s: float = Field(default=120.0, ge=15)
     """Seconds without a sign of the launcher after which the pods end by themselves; a retry in time goes on with them."""
     ttl_s: int = Field(default=300, ge=0)

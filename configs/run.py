@@ -291,6 +291,10 @@ class RunConfig(Document):
                 f"loop.roles is kubernetes, but storage.root is {self.storage.root}, which pods do not share; set"
                 " storage.root to s3://bucket/prefix"
             )
+        if self.loop.roles == "kubernetes" and not self.name[0].isalpha():
+            raise ValueError(
+                f"name {self.name} begins with a digit, which Kubernetes refuses for a Service; begin with a letter"
+            )
         if self.reward.verifier == "http" and not self.reward.url:
             raise ValueError("reward.verifier is http, but reward.url is empty; give the address to post to")
         return self

@@ -7,18 +7,23 @@ The kinds come from the server's own discovery (the dynamic client), so custom r
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from configs.failure import BadConfig, ServiceGone
 
 ANSWER_S = 30.0
 """Seconds one request to the API server may take."""
 FIELD_MANAGER = "tandem"
+SECOND_LOOK_S = 1.0
+"""Seconds after which a kind that the server did not list is looked for again: its lists are short of some at times."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Cluster:
         self.kubeconfig = kubeconfig
         self.rights = rights
         self.limit_s = limit_s
+        self._missing: set[tuple[str, str]] = set()
 
     @property
     def where(self) -> str:
@@ -77,31 +83,47 @@ class Cluster:
         """The client, with its configuration read; nothing is sent yet.
 
         Raises:
-            BadConfig: the kubeconfig or the context is missing.
+            BadConfig: the kubeconfig or the context is missing, or cannot be read.
         """
+        import yaml
         from kubernetes import client, config
 
         settings = client.Configuration()
         try:
-            if (
-                self.context is None
-                and self.kubeconfig is None
-                and not Path(config.KUBE_CONFIG_DEFAULT_LOCATION).expanduser().exists()
-            ):
-                config.load_incluster_config(client_configuration=settings)
-            else:
-                file = str(self.kubeconfig) if self.kubeconfig else None
-                config.load_kube_config(file, context=self.context, client_configuration=settings)
+            self._load(config, settings)
+            settings.retries = False
+            made = client.ApiClient(settings)
         except config.ConfigException as error:
             raise BadConfig(self._no_configuration(str(error))) from None
-        settings.retries = False
-        return client.ApiClient(settings)
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
+            words = " ".join(str(error).split())[:160] or type(error).__name__
+            raise BadConfig(
+                f"{self._file}: is no kubeconfig ({words}); mend it, or give another --kubeconfig"
+            ) from None
+        address = urlsplit(str(settings.host))
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise BadConfig(
+                f"{self._file}: the server of {self.where} is '{settings.host}', which is no address; write https://HOST:PORT"
+            )
+        return made
+
+    def _load(self, config: Any, settings: Any) -> None:
+        places = config.KUBE_CONFIG_DEFAULT_LOCATION.split(os.pathsep)
+        there = any(Path(place).expanduser().exists() for place in places if place)
+        if self.context is None and self.kubeconfig is None and not there:
+            config.load_incluster_config(client_configuration=settings)
+        else:
+            file = str(self.kubeconfig) if self.kubeconfig else None
+            config.load_kube_config(file, context=self.context, client_configuration=settings)
+
+    @property
+    def _file(self) -> str:
+        return str(self.kubeconfig or "the default kubeconfig")
 
     def _no_configuration(self, words: str) -> str:
         if self.context and "context" in words.lower():
             return f"context '{self.context}' is not in the kubeconfig; list them with `kubectl config get-contexts`"
-        file = self.kubeconfig or "the default kubeconfig"
-        return f"{file}: names no cluster ({' '.join(words.split())}); give --kubeconfig and --context"
+        return f"{self._file}: names no cluster ({' '.join(words.split())}); give --kubeconfig and --context"
 
     @cached_property
     def dynamic(self) -> Any:
@@ -115,9 +137,12 @@ class Cluster:
         # The library would keep the server's kinds in a file of /tmp that any user may have put there.
         folder = tempfile.TemporaryDirectory(prefix="tandem-discovery-")
         self._discovery = folder
-        return self._telling(
-            lambda: DynamicClient(self.api, cache_file=f"{folder.name}/kinds.json"), "list the kinds it knows"
-        )
+        try:
+            return self._telling(
+                lambda: DynamicClient(self.api, cache_file=f"{folder.name}/kinds.json"), "list the kinds it knows"
+            )
+        except ValueError as error:
+            raise self._gone(error) from None
 
     def serves(self, api_version: str, kind: str) -> bool:
         """Whether the server knows a kind."""
@@ -177,11 +202,21 @@ class Cluster:
             "PATCH", path, f"patch {kind} '{name}'", change, _STRICT, "application/merge-patch+json", absent=(404,)
         )
 
-    def delete(self, api_version: str, kind: str, name: str, dependents: str = "Background") -> bool:
-        """Delete an object and what it owns (`dependents` "Orphan": only itself); whether it was there."""
+    def delete(self, api_version: str, kind: str, name: str, dependents: str = "Background", uid: str = "") -> bool:
+        """Delete an object and what it owns; whether it was there.
+
+        Args:
+            api_version: Of the object.
+            kind: Of the object.
+            name: Of the object.
+            dependents: "Orphan" leaves what it owns.
+            uid: Only the object with this id; another one of that name stays and counts as not there.
+        """
         path = self._path(api_version, kind, name)
         query = [("propagationPolicy", dependents)]
-        return self._request("DELETE", path, f"delete {kind} '{name}'", query=query, absent=(404,)) is not None
+        body = {"preconditions": {"uid": uid}} if uid else None
+        absent = (404, 409) if uid else (404,)
+        return self._request("DELETE", path, f"delete {kind} '{name}'", body, query, absent=absent) is not None
 
     def allowed(self, access: Access) -> bool:
         """Whether this user may do something in the namespace (SelfSubjectAccessReview)."""
@@ -218,9 +253,17 @@ class Cluster:
     def _resource(self, api_version: str, kind: str, missing_ok: bool = False) -> Any:
         from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
-        try:
+        def look() -> Any:
             return self._telling(lambda: self.dynamic.resources.get(api_version=api_version, kind=kind), f"find {kind}")
+
+        try:
+            return look()
         except ResourceNotFoundError:
+            if (api_version, kind) not in self._missing:
+                # While others install or remove kinds, the server's list lacks even some of those that stay.
+                self._missing.add((api_version, kind))
+                time.sleep(SECOND_LOOK_S)
+                return self._resource(api_version, kind, missing_ok)
             if missing_ok:
                 return None
             raise BadConfig(

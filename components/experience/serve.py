@@ -18,9 +18,9 @@ def serve() -> None:
         BadConfig: there is no password.
     """
     password = os.environ.get("REDIS_PASSWORD", "")
-    if not password or any(character.isspace() or character == '"' for character in password):
+    if not password or any(character.isspace() or character in '"\\' for character in password):
         raise BadConfig(
-            "REDIS_PASSWORD is empty or holds white space or quotes; put a plain one into secret tandem-redis"
+            "REDIS_PASSWORD is empty or holds white space, quotes or backslashes; put a plain one into secret tandem-redis"
         )
     settings = (
         f'port {PORT}\nbind * -::*\ndir {FOLDER}\nappendonly yes\nappendfsync always\nsave ""\n'

@@ -20,6 +20,9 @@ POLL_S = 1.0
 class Claim:
     """A Lease named after the run.
 
+    Attributes:
+        held: Whether this loop has the claim.
+
     Args:
         cluster: Where.
         run: Name of the run.
@@ -37,6 +40,7 @@ class Claim:
         self._metadata: dict[str, Any] = {"name": run, "labels": labels}
         if owner is not None:
             self._metadata["ownerReferences"] = [owner]
+        self.held = False
         self._renewed = 0.0
 
     def take(self, limit_s: float, each: Callable[[], None]) -> None:
@@ -55,6 +59,7 @@ class Claim:
             found = self.cluster.get(API, "Lease", self.run)
             holder = self._living_holder(found)
             if not holder and self._write(found):
+                self.held = True
                 return
             if time.monotonic() > end:
                 raise BadConfig(f"another loop of run {self.run} is alive in pod {holder}; cancel it, then retry")
@@ -70,14 +75,18 @@ class Claim:
             return
         found = self.cluster.get(API, "Lease", self.run)
         if found is not None and found["spec"].get("holderIdentity") not in (self.holder, None, ""):
+            self.held = False
             raise BadConfig(f"pod {found['spec']['holderIdentity']} has taken over run {self.run}; this loop ends")
         self._write(found)
 
     def release(self) -> None:
         """Give the claim up."""
+        if not self.held:
+            return
+        self.held = False
         found = self.cluster.get(API, "Lease", self.run)
         if found is not None and found["spec"].get("holderIdentity") == self.holder:
-            self.cluster.delete(API, "Lease", self.run)
+            self.cluster.delete(API, "Lease", self.run, uid=found["metadata"]["uid"])
 
     def _living_holder(self, lease: dict[str, Any] | None) -> str:
         """Who holds the claim; empty when nobody does, or a pod that is gone."""

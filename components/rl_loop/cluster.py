@@ -33,19 +33,24 @@ class LoopCluster(Cluster):
         """Pods with the labels of `selector`, oldest first."""
         return sorted(self.find("v1", "Pod", selector), key=lambda pod: pod["metadata"]["creationTimestamp"])
 
-    def warnings(self, prefix: str, reason: str = "") -> list[str]:
-        """Messages of warning events about objects whose name begins with `prefix`, oldest first."""
+    def warnings(self, name: str, reason: str = "", since: str = "") -> list[str]:
+        """Messages of warning events about the objects of a name, oldest first.
+
+        Args:
+            name: Of the object.
+            reason: Only events with it.
+            since: RFC 3339 time in UTC; only events after it.
+        """
         found = [
-            event
+            (_moment(event), event)
             for event in self.find("v1", "Event")
             if event.get("type") == "Warning"
-            and event["involvedObject"].get("name", "").startswith(prefix)
+            and event["involvedObject"].get("name") == name
             and reason in ("", event.get("reason"))
+            and _moment(event) >= since
         ]
-        found.sort(
-            key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or e["metadata"].get("creationTimestamp") or ""
-        )
-        return [" ".join((event.get("message") or event.get("reason") or "").split()) for event in found]
+        found.sort(key=lambda pair: pair[0])
+        return [" ".join((event.get("message") or event.get("reason") or "").split()) for _, event in found]
 
     def log_tail(self, pod: dict[str, Any]) -> list[str]:
         """The last lines of a pod's log; nothing if there is none."""
@@ -55,6 +60,11 @@ class LoopCluster(Cluster):
             return []
         # Each line comes after its time.
         return [words for line in text.splitlines() if (words := line.partition(" ")[2].strip())]
+
+
+def _moment(event: dict[str, Any]) -> str:
+    """When an event was last seen (RFC 3339, UTC)."""
+    return event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp") or ""
 
 
 def own_namespace() -> str:
@@ -72,5 +82,5 @@ def own_namespace() -> str:
 
 
 def pod_name() -> str:
-    """Name of this pod."""
-    return os.environ.get("HOSTNAME", "") or os.uname().nodename
+    """Name of this pod; the host's name is the same, but cut off after 63 characters."""
+    return os.environ.get("KFP_POD_NAME", "") or os.environ.get("HOSTNAME", "") or os.uname().nodename

@@ -44,6 +44,7 @@ class Journal:
             for line in layout.events.read_bytes().splitlines():
                 self._recall(line)
         self._forgotten = self._last
+        self._unsaved = False
         self._file = open(layout.events, "a", buffering=1, encoding="utf-8")
         self._metrics: list[Metric] = []
         self._batch: list[Metric] = []
@@ -71,16 +72,28 @@ class Journal:
     def _save(self) -> None:
         """Put the events where they last, and forget them in Redis."""
         self._saved = time.monotonic()
-        if self._last == self._forgotten:
+        if not self.layout.scratch_is_shared and not self._copy():
             return
-        if not self.layout.scratch_is_shared:
+        if self._last != self._forgotten:
+            self.experience.forget_events(self._last)
+            self._forgotten = self._last
+
+    def _copy(self) -> bool:
+        """Copy the events to the run's store; a store that is away is asked again later."""
+        if self._last != self._forgotten:
             # So that the loop of another pod, which has only the copy, goes on where the copy ends.
             self._write(json.dumps({"time": time.time(), "event": "read", "last": self._last}))
-            self.layout.save_events()
-        self.experience.forget_events(self._last)
-        self._forgotten = self._last
+        if self._unsaved:
+            try:
+                self.layout.save_events()
+            except ServiceGone as error:
+                print(f"note: events stay in the pod for now: {error.sentence}", flush=True)
+                return False
+        self._unsaved = False
+        return True
 
     def _write(self, line: str) -> None:
+        self._unsaved = True
         try:
             self._file.write(line + "\n")
         except OSError as error:
@@ -96,8 +109,13 @@ class Journal:
 
     def close(self) -> None:
         """Send what is left, samples included. A tracking server that is gone is noted: the events file has it all."""
-        self.collect()
-        self._save()
+        gone = None
+        for last in (self.collect, self._save):
+            # What the loop itself wrote last needs no Redis to be kept, nor do the metrics.
+            try:
+                last()
+            except ServiceGone as error:
+                gone = error
         self._flush(wait=True)
         try:
             if self._samples:
@@ -106,6 +124,8 @@ class Journal:
             self._note_gone(error)
         self._sender.shutdown()
         self._file.close()
+        if gone is not None:
+            raise gone
 
     def _recall(self, line: bytes) -> None:
         """Count an event of an earlier execution; a killed loop's last line may be cut."""

@@ -67,7 +67,7 @@ class LoopPods:
         self.layout = layout
         self.cluster = cluster
         pod = cluster.get("v1", "Pod", pod_name()) or {"metadata": {}}
-        self.owner = _workflow(pod)
+        self.owner = workflow_of(pod)
         # Kubeflow Pipelines labels its pods with the run; to Argo alone the workflow is the run.
         job = pod["metadata"].get("labels", {}).get("pipeline/runid") or (self.owner or {}).get("uid", "")
         self.objects = LoopObjects(config, inputs, Identity(tracking_run, job))
@@ -76,7 +76,10 @@ class LoopPods:
         self._jobset: dict[str, Any] = {}
         self._crashes: dict[str, int] = {}
         self._told: set[str] = set()
-        self._uids: dict[str, str] = {}
+        self._uids: dict[str, set[str]] = {}
+        self._awaited: set[str] = set()
+        self._waiting = True
+        self._cancelled = False
         self._waits = Waits(config)
         self._looked = self._answered = self._started = time.monotonic()
         self._seen: dict[str, float] = {}
@@ -101,18 +104,19 @@ class LoopPods:
         found = self.cluster.get(JOBSET, "JobSet", name)
         if found is not None and self._usable(found):
             self.adopted = True
-            # Their owner now is the execution that goes on with them.
-            self.cluster.patch(
-                JOBSET, "JobSet", name, {"metadata": {"ownerReferences": [self.owner] if self.owner else []}}
-            )
-        elif found is not None:
-            self.cluster.delete(JOBSET, "JobSet", name)
-            self._wait_gone(GONE_S + self.config.kubernetes.grace_s)
-            found = None
-        self._jobset = found or self.cluster.create(self.objects.jobset(self.owner))
-        owner = {
-            "apiVersion": JOBSET, "kind": "JobSet", "name": name, "uid": self._jobset["metadata"]["uid"], "controller": True,
-        }  # fmt: skip
+            if self.owner is not None:
+                # Their owner now is the execution that goes on with them.
+                self.cluster.patch(JOBSET, "JobSet", name, {"metadata": {"ownerReferences": [self.owner]}})
+        else:
+            if found is not None:
+                self.cluster.delete(JOBSET, "JobSet", name)
+            # Pods may outlast the JobSet they belonged to, and two trainers must never run at once.
+            self._wait_gone(GONE_S + self.config.kubernetes.grace_s, each)
+            each()
+            found = self.cluster.create(self.objects.jobset(self.owner))
+        self._jobset = found
+        # No controller reference: Kueue would take the engines for a part of the JobSet and not count them.
+        owner = {"apiVersion": JOBSET, "kind": "JobSet", "name": name, "uid": found["metadata"]["uid"]}
         for body in self.objects.owned(owner):
             # What runs already may have been scaled, which is not to be undone.
             if not self.adopted or self.cluster.get(body["apiVersion"], body["kind"], body["metadata"]["name"]) is None:
@@ -127,7 +131,7 @@ class LoopPods:
         Raises:
             Failure: a role ended for good, or cannot start.
         """
-        if time.monotonic() - self._looked < LOOK_S:
+        if self._cancelled or time.monotonic() - self._looked < LOOK_S:
             return []
         self._looked = time.monotonic()
         try:
@@ -143,10 +147,18 @@ class LoopPods:
         if found is None or found["metadata"].get("deletionTimestamp"):
             raise Failure(f"JobSet {self.config.name} was deleted by someone else; retry the run to go on")
         self._jobset = found
+        # What still terminates was told to; it says nothing about the pods that come after it.
+        pods = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
         restarts = [event for pod in pods if (event := self._look_at(pod))]
         self._look_for_missing(pods)
+        present = {pod["metadata"]["labels"][ROLE_LABEL] for pod in pods}
+        self._waiting = len(present) < len(ROLES) or any(pod["status"].get("phase") == "Pending" for pod in pods)
         self._look_at_jobset(pods)
         return restarts
+
+    def waiting(self) -> bool:
+        """Whether a pod waits for a node, an image or a queue, for which `check` has limits of its own."""
+        return self._waiting and not self._condition("Completed")
 
     def finished(self) -> bool:
         """Whether training has made its last step durable."""
@@ -167,6 +179,9 @@ class LoopPods:
 
     def cancel(self) -> None:
         """The first act at a signal: delete everything, by one call that is safe in a signal handler."""
+        self._cancelled = True
+        if not self.claim.held:
+            return
         for api_version, kind in ((JOBSET, "JobSet"), (LEASE, "Lease")):
             try:
                 self._cancelling.delete(api_version, kind, self.config.name)
@@ -176,11 +191,14 @@ class LoopPods:
     def stop(self) -> None:
         """Let the roles hand back their work and leave, while Redis stays."""
         name = self.config.name
+        if not self.claim.held or self._cancelled:
+            return
         if not self._condition("Completed"):
             self.cluster.patch(JOBSET, "JobSet", name, {"spec": {"suspend": True}})
         self.cluster.patch(LEADER_WORKER_SET, "LeaderWorkerSet", f"{name}-rollout", {"spec": {"replicas": 0}})
         end = time.monotonic() + self.config.kubernetes.grace_s + 5.0
         while time.monotonic() < end:
+            self.claim.renew()
             if not [pod for pod in self._pods() if pod["metadata"]["labels"][ROLE_LABEL] != "redis" and _runs(pod)]:
                 return
             time.sleep(0.2)
@@ -191,10 +209,13 @@ class LoopPods:
         Args:
             finished: Whether Redis' volume is of no more use; else a retry goes on with it.
         """
+        if not self.claim.held or self._cancelled:
+            return
         if finished and self.config.kubernetes.redis_storage_gib:
             policy = {"persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Delete", "whenScaled": "Retain"}}
             self.cluster.patch("apps/v1", "StatefulSet", f"{self.config.name}-redis", {"spec": policy})
-        self.cluster.delete(JOBSET, "JobSet", self.config.name)
+        if self._jobset:
+            self.cluster.delete(JOBSET, "JobSet", self.config.name, uid=self._jobset["metadata"]["uid"])
         self.claim.release()
 
     def _pods(self) -> list[Pod]:
@@ -224,22 +245,25 @@ class LoopPods:
         """One pod: raises when it cannot start or ended for good; the restart, if it is one not told yet."""
         worker, uid = worker_of(pod), pod["metadata"]["uid"]
         self._waits.look(pod, lambda: self.cluster.warnings(pod["metadata"]["name"]))
-        if (
-            worker == "redis"
-            and not self.config.kubernetes.redis_storage_gib
-            and self._uids.setdefault(worker, uid) != uid
-        ):
+        seen = self._uids.setdefault(worker, set())
+        replaced = bool(seen) and uid not in seen
+        seen.add(uid)
+        if worker == "redis" and replaced and not self.config.kubernetes.redis_storage_gib:
             raise ServiceGone(
                 "the pod of Redis was replaced, and its groups went with it; retry the run, which goes on from the last"
                 " checkpoint (kubernetes.redis_storage_gib gives Redis a volume)"
             )
-        known, self._uids[worker] = self._uids.get(worker, uid), uid
         ended = crash(pod)
         if ended is None or ended[0] in self._told:
-            if known == uid or worker.startswith("train"):
+            if not replaced:
+                return None
+            if worker in self._awaited:
+                self._awaited.remove(worker)
                 return None
             return {"restarted": worker, "exit_code": None, "sentence": f"the pod of {worker} was replaced"}
         self._told.add(ended[0])
+        if not _runs(pod):
+            self._awaited.add(worker)  # its Job makes another pod, which is this restart
         code = ended[1]["exitCode"]
         if code == TOLD_TO_LEAVE:
             return {"restarted": worker, "exit_code": code, "sentence": f"{worker} was told to leave"}
@@ -258,9 +282,16 @@ class LoopPods:
                 self._seen[role] = time.monotonic()
                 continue
             since = self._seen.setdefault(role, self._started)
-            told = self.cluster.warnings(self.config.name, "FailedCreate") if time.monotonic() - since > 5.0 else []
             held = self.config.kubernetes.queue if self._jobset["spec"].get("suspend") else ""
+            told = []
+            if not held and time.monotonic() - since > 5.0:
+                made = self._jobset["metadata"]["creationTimestamp"]
+                told = self.cluster.warnings(self._maker(role), "FailedCreate", made)
             self._waits.missing(role, since, told, held)
+
+    def _maker(self, role: str) -> str:
+        """Name of the object that creates the pods of a role."""
+        return f"{self.config.name}-{role}" + ("" if role in ("rollout", "redis") else "-0")
 
     def _look_at_jobset(self, pods: list[Pod]) -> None:
         if not self._condition("Failed"):
@@ -271,11 +302,13 @@ class LoopPods:
         conditions = self._jobset["status"]["conditions"]
         raise Failure(f"JobSet {self.config.name} failed: {conditions[-1].get('message', 'it does not say why')}")
 
-    def _wait_gone(self, limit_s: float) -> None:
+    def _wait_gone(self, limit_s: float, each: Callable[[], None]) -> None:
         end = time.monotonic() + limit_s
         while self.cluster.get(JOBSET, "JobSet", self.config.name) is not None or self._pods():
+            each()
             if time.monotonic() > end:
                 raise ServiceGone(f"the pods of an earlier loop of run {self.config.name} do not end; delete them")
+            self.claim.renew()
             time.sleep(0.5)
 
 
@@ -283,9 +316,9 @@ def _runs(pod: Pod) -> bool:
     return pod["status"].get("phase") not in ("Succeeded", "Failed")
 
 
-def _workflow(pod: Pod) -> dict[str, Any] | None:
-    """Owner reference to the workflow a pod belongs to."""
-    for owner in pod["metadata"].get("ownerReferences", []):
+def workflow_of(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Owner reference to the workflow an object belongs to; None if it belongs to none."""
+    for owner in (found or {}).get("metadata", {}).get("ownerReferences", []):
         if owner["kind"] == "Workflow":
             return {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
     return None

@@ -17,12 +17,14 @@ from components.rl_loop.progress import ProgressWatch
 from components.step import Step, run_step
 from components.tracking.run import Tracker, tracking_uri
 from components.train.catalogue import latest_checkpoint
-from configs.failure import Failure, ServiceGone, ToldToLeave
+from configs.failure import Failure, ToldToLeave
 
 TICK_S = 0.1
 BEAT_S = 10.0
 """Seconds a heartbeat lasts; one is sent every second."""
 REDIS_READY_S = 60.0
+TELL_S = 15.0
+"""Seconds between lines that tell how far training is."""
 
 
 class Roles(Protocol):
@@ -38,6 +40,10 @@ class Roles(Protocol):
 
     def check(self) -> list[dict[str, object]]:
         """Restarts since the last look, as events; raises for what a restart cannot mend."""
+        ...
+
+    def waiting(self) -> bool:
+        """Whether a role waits for something to run on."""
         ...
 
     def finished(self) -> bool:
@@ -89,7 +95,7 @@ class Loop:
 
     def open(self) -> None:
         """Claim the run, reach its Redis, take up its journal."""
-        self.roles.open(self._check_leaving)
+        self.roles.open(self.check_leaving)
         self.experience = Experience(self.roles.redis_url, self.config)
         self._wait_for_redis()
         self.experience.open()
@@ -100,7 +106,8 @@ class Loop:
         self.leaving = True
         self.roles.cancel()
 
-    def _check_leaving(self) -> None:
+    def check_leaving(self) -> None:
+        """Raise ToldToLeave once a signal asked for it."""
         if self.leaving:
             raise ToldToLeave(
                 f"the run was told to stop; `tandem run --resume {self.config.name}` (on a cluster `tandem retry"
@@ -110,12 +117,12 @@ class Loop:
     def _wait_for_redis(self) -> None:
         """A Redis of this machine answers in a minute or never; one in a pod as long as its pod may take to start."""
         if self.layout.scratch_is_shared:
-            wait_until_loaded(self.experience, REDIS_READY_S, self._check_leaving)
+            wait_until_loaded(self.experience, REDIS_READY_S, self.check_leaving)
         else:
             wait_until_loaded(self.experience, self.config.kubernetes.ready_s, self._look)
 
     def _look(self) -> None:
-        self._check_leaving()
+        self.check_leaving()
         self.roles.check()
 
     def run(self) -> Audit:
@@ -134,8 +141,7 @@ class Loop:
             self.journal.write("failure", exit_code=failure.exit_code, sentence=failure.sentence)
             raise
         finally:
-            if not self.leaving or self.layout.scratch_is_shared:
-                self.roles.stop()
+            self._stop()
         self.journal.collect()
         self.experience.close()
         self._queue(self.journal)
@@ -143,18 +149,29 @@ class Loop:
         self.finished = True
         return audit(self.experience, self.layout)
 
+    def _stop(self) -> None:
+        """Let the roles leave; a failure of that is noted and hides no other."""
+        try:
+            self.roles.stop()
+        except Failure as failure:
+            print(f"note: the roles were not stopped: {failure.sentence}", flush=True)
+
     def _watch(self, journal: Journal) -> None:
         watch = ProgressWatch(self.config, self.experience, self.roles.last_words)
-        looked = 0.0
+        looked = told = 0.0
         while not self.roles.finished():
-            self._check_leaving()
+            self.check_leaving()
             for restart in self.roles.check():
                 journal.write("restart", **restart)
+                print(f"restarted: {restart['sentence']}", flush=True)
             journal.collect()
             if time.monotonic() - looked >= 1.0:
                 looked = time.monotonic()
                 self.experience.beat(BEAT_S)
-                watch.note(self._queue(journal))
+                watch.note(self._queue(journal), self.roles.waiting())
+            if time.monotonic() - told >= TELL_S:
+                told = time.monotonic()
+                print(f"version {journal.version} of {self.config.train.steps}", flush=True)
             time.sleep(TICK_S)
 
     def _queue(self, journal: Journal) -> tuple[int, ...]:
@@ -170,9 +187,10 @@ class Loop:
         try:
             if self.journal is not None:
                 self.journal.close()
-        except ServiceGone as error:
-            print(f"note: the last events were not collected: {error.sentence}", flush=True)
-        self.roles.remove(self.finished)
+        except Failure as failure:
+            print(f"note: the last events were not collected: {failure.sentence}", flush=True)
+        finally:
+            self.roles.remove(self.finished)
 
 
 def rl_loop(step: Step) -> None:
@@ -182,6 +200,10 @@ def rl_loop(step: Step) -> None:
         loop.open()
         result = loop.run()
         step.store.write("audit.json", msgspec.json.encode(result))
+    except Failure:
+        # What a cancel takes away on its way is no failure of its own.
+        loop.check_leaving()
+        raise
     finally:
         loop.close()
     assert loop.journal is not None

@@ -34,8 +34,14 @@ def container_status(pod: Pod) -> dict[str, Any]:
 
 
 def crash(pod: Pod) -> tuple[str, dict[str, Any]] | None:
-    """The newest end of the pod's container that nobody asked for: a key that names it, and the terminated state."""
+    """The newest end of the pod's container that nobody asked for: a key that names it, and the terminated state.
+
+    A pod that is deleted, evicted or lost with its node did not crash.
+    """
     status = container_status(pod)
+    conditions = pod["status"].get("conditions", [])
+    if any(each["type"] == "DisruptionTarget" and each["status"] == "True" for each in conditions):
+        return None
     for state in (status.get("state", {}), status.get("lastState", {})):
         ended = state.get("terminated")
         if ended and ended["exitCode"] != 0 and not pod["metadata"].get("deletionTimestamp"):
@@ -77,22 +83,27 @@ class Waits:
         Raises:
             Failure: it will not start; says why.
         """
-        name = pod["metadata"]["name"]
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
         waiting = container_status(pod).get("state", {}).get("waiting") or {}
         reason, message = waiting.get("reason", ""), " ".join((waiting.get("message") or "").split())
-        if reason in PULL:
-            if reason in AT_ONCE or self._waited(name, "image") > PULL_S:
+        pending = pod["status"].get("phase") == "Pending"
+        kind = "image" if reason in PULL else "create" if reason in CREATE else "start" if pending else ""
+        # A pod of the same name that comes later waits anew, and so does one that waits for something else.
+        for key in [key for key in self._since if key[0] == uid and key[1] != kind]:
+            del self._since[key]
+        if kind == "image":
+            if reason in AT_ONCE or self._waited(uid, kind) > PULL_S:
                 image = pod["spec"]["containers"][0]["image"]
                 raise BadConfig(
                     f"pod {name} cannot get its image {image} ({reason}: {message}); name one that the nodes can pull"
                     " (kubernetes.images, or `tandem submit --images`)"
                 )
-        elif reason in CREATE:
-            if self._waited(name, "create") > CREATE_S:
+        elif kind == "create":
+            if self._waited(uid, kind) > CREATE_S:
                 raise BadConfig(
                     f"pod {name} cannot be created ({reason}: {message}); see docs/cluster.md for what it needs"
                 )
-        elif pod["status"].get("phase") == "Pending":
+        elif kind == "start":
             self._pending(pod, warnings)
 
     def missing(self, role: str, since: float, told: list[str], queue: str) -> None:
@@ -110,25 +121,27 @@ class Waits:
         waited = time.monotonic() - since
         if told and waited > CREATE_S:
             raise BadConfig(f"no pod of {role} can be created ({told[-1]}); raise the quota, or ask for less")
-        if waited > self.config.kubernetes.ready_s:
+        if waited > (self.config.kubernetes.queue_s if queue else self.config.kubernetes.ready_s):
             why = f"queue {queue} has not admitted it" if queue else "no event tells why"
             raise ServiceGone(f"there is no pod of {role} after {waited:.0f} s: {why}")
 
     def _pending(self, pod: Pod, warnings: Callable[[], list[str]]) -> None:
-        name, limit = pod["metadata"]["name"], self.config.kubernetes.ready_s
-        if self._waited(name, "start") > limit:
-            told = (warnings() or ["no event tells why"])[-1]
-            for condition in pod["status"].get("conditions", []):
-                if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                    told = f"{condition.get('reason', '')}: {condition.get('message', '')}"
+        name, limit, told = pod["metadata"]["name"], self.config.kubernetes.ready_s, ""
+        for condition in pod["status"].get("conditions", []):
+            if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                told = f"{condition.get('reason', '')}: {condition.get('message', '')}"
+                if condition.get("reason") == "SchedulingGated":
+                    limit = self.config.kubernetes.queue_s
+        if self._waited(pod["metadata"]["uid"], "start") > limit:
+            told = told or (warnings() or ["no event tells why"])[-1]
             raise ServiceGone(
                 f"pod {name} has not started after {limit:.0f} s ({told}); free or add nodes, ask for less, or raise"
                 " kubernetes.ready_s"
             )
 
-    def _waited(self, name: str, what: str) -> float:
+    def _waited(self, uid: str, what: str) -> float:
         now = time.monotonic()
-        return now - self._since.setdefault((name, what), now)
+        return now - self._since.setdefault((uid, what), now)
 
 
 def ended_for_good(pod: Pod, ended: dict[str, Any], times: str, config: RunConfig) -> Failure:

@@ -113,6 +113,10 @@ class RoleProcesses:
             self._record()
         return restarts
 
+    def waiting(self) -> bool:
+        """Processes start at once."""
+        return False
+
     def finished(self) -> bool:
         """Whether training has made its last step durable."""
         return any(process.role == "train" and process.child.poll() == 0 for process in self.processes)

@@ -26,14 +26,18 @@ class ProgressWatch:
         self._progress: tuple[int, ...] = ()
         self._moved = time.monotonic()
 
-    def note(self, progress: tuple[int, ...]) -> None:
-        """Note the run's progress (counts of groups and the version).
+    def note(self, progress: tuple[int, ...], waiting: bool = False) -> None:
+        """Note the run's progress.
+
+        Args:
+            progress: Counts of groups and the version.
+            waiting: Whether a role has not started yet, which has limits of its own.
 
         Raises:
             ServiceGone: nothing has moved for `loop.no_progress_s` seconds; names the role that stopped.
         """
         limit = self.config.loop.no_progress_s
-        if progress != self._progress:
+        if progress != self._progress or waiting:
             self._progress, self._moved = progress, time.monotonic()
         elif time.monotonic() - self._moved > limit:
             role, why = self._stopped()

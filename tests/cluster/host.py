@@ -14,24 +14,41 @@ import platformdirs
 from configs.failure import BadConfig
 from tests.cluster import layout
 
-PACKAGES = {"runc": "runc", "nft": "nftables", "ip": "iproute2"}
-"""Programs and the Debian packages that bring them."""
+PACKAGES = {
+    "runc": "runc",
+    "nft": "nftables",
+    "ip": "iproute2",
+    "mount": "mount",
+    "git": "git",
+    "buildah": "buildah",
+    "mmdebstrap": "mmdebstrap",
+    "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring",
+}
+"""Programs (or files, by their path) and the Debian packages that bring them: the node's, then those of images.build."""
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 APT_LIMIT_S = 600
 FILTER = "tandem_test"
 
 
-def prepare() -> None:
-    """Install what is missing and set up the network of the node; does nothing that is done already.
+def equip() -> None:
+    """Install the packages that are missing.
 
     Raises:
-        BadConfig: Not root, no way to install a package, or the addresses are taken.
+        BadConfig: Not root, or no way to install a package.
     """
     if os.geteuid():
         raise BadConfig(
             "the test cluster starts containers and a bridge, which needs root; run it with sudo or as root"
         )
     _install_packages()
+
+
+def prepare() -> None:
+    """Set up the network of the node; does nothing that is done already.
+
+    Raises:
+        BadConfig: The addresses are taken.
+    """
     layout.SOCKETS.mkdir(mode=0o700, exist_ok=True)
     # Volumes that the kubelet mounts must appear inside containers that share its folders.
     _command("mount", "--make-rshared", "/")
@@ -77,8 +94,12 @@ def busybox() -> Path:
     return binary
 
 
+def _there(name: str) -> bool:
+    return Path(name).exists() if name.startswith("/") else bool(program(name))
+
+
 def _install_packages() -> None:
-    missing = sorted({package for name, package in PACKAGES.items() if not program(name)})
+    missing = sorted({package for name, package in PACKAGES.items() if not _there(name)})
     if not missing:
         return
     if not program("apt-get"):

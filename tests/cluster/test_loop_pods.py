@@ -116,14 +116,21 @@ def test_a_second_loop_of_the_run_is_refused_while_the_first_lives(
     }  # fmt: skip
     cluster.api.apply([pod], namespace)
     monkeypatch.setenv("HOSTNAME", "first")
-    Pods(cluster, namespace, tmp_path).pods.claim.take(5, lambda: None)
+    Pods(cluster, namespace, tmp_path).pods.open(lambda: None)
     monkeypatch.setenv("HOSTNAME", "second")
     second = Pods(cluster, namespace, tmp_path)
     with pytest.raises(BadConfig, match="alive in pod first"):
         second.pods.claim.take(2, lambda: None)
+    # Whatever it does on its way out leaves what it does not own.
+    second.pods.cancel()
+    second.pods.stop()
+    second.pods.remove(finished=False)
+    assert cluster.api.get(JOBSET, "JobSet", "pods", namespace)
+    assert cluster.api.get("coordination.k8s.io/v1", "Lease", "pods", namespace)
     # Its pod is gone: nobody has to wait until the claim lapses.
     cluster.api.core.delete_namespaced_pod("first", namespace, grace_period_seconds=0)
-    second.pods.claim.take(10, lambda: None)
+    third = Pods(cluster, namespace, tmp_path)
+    third.pods.claim.take(10, lambda: None)
 
 
 def test_what_runs_is_adopted_and_what_differs_is_replaced(cluster: Any, namespace: str, tmp_path: Path) -> None:
