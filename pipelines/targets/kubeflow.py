@@ -24,7 +24,7 @@ from components.cluster.api import Cluster
 from configs.failure import BadConfig, Failure, ServiceGone
 from configs.stack import load_stack
 from pipelines.compile import compile_pipeline, read_ir
-from pipelines.readiness import check_cluster
+from pipelines.readiness import check_cluster, images_of_this_machine
 from pipelines.submission import Submission, same_or_refuse
 from pipelines.targets.kubeflow_runs import execution_state, schedule_of, with_pods
 from pipelines.targets.pod_logs import PodLogs
@@ -53,7 +53,8 @@ class KubeflowTarget:
         """Look for everything a run needs; without a cluster context only the API server can be looked at."""
         _ = self.client
         if self.cluster is None:
-            return ["gave no --context, so the cluster behind Kubeflow was not looked at"]
+            unseen = "gave no --context, so the cluster behind Kubeflow was not looked at"
+            return [unseen, *images_of_this_machine(submission)]
         return check_cluster(self.cluster, submission, ())
 
     def submit(self, submission: Submission) -> ExecutionState:

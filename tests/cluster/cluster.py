@@ -94,6 +94,8 @@ def up() -> Cluster:
     """
     layout.CACHE.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(layout.CACHE / "cluster.lock", timeout=UP_LIMIT_S):
+        # A build takes up to 20 minutes; what this machine cannot do is told before it.
+        host.equip()
         binaries.build()
         started = time.monotonic()
         before = _state()

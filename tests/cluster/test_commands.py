@@ -123,6 +123,14 @@ def test_an_execution_that_waits_is_canceled(user: User) -> None:
         assert "canceled; nothing of it is left" in done.out
         assert time.monotonic() - started < 60
         assert user.tandem("cancel", "waits").code == 0
+        for _ in range(2):
+            assert user.tandem("retry", "waits", "--no-follow").code == 0
+            ended, going = user.tandem("cancel", "waits-r1", "--now"), user.tandem("status", "waits", "--json")
+        # The second retry goes on when the first, which is over, is canceled once more.
+        assert (ended.code, json.loads(going.out)["name"]) == (64, "waits-r2"), ended.err
+        assert "execution waits-r1 is over, and waits-r2 of the same run is" in ended.err
+        assert json.loads(going.out)["state"] in ("pending", "running")
+        assert user.tandem("cancel", "waits", "--now").code == 0
     finally:
         user.cluster.api.delete("v1", "ResourceQuota", "none", user.namespace)
 
@@ -141,6 +149,27 @@ def test_a_schedule_is_replaced_and_removed(user: User) -> None:
     assert "no schedule 'daily'; known: weekly" in user.tandem("unschedule", "daily").err
     assert user.tandem("unschedule", "weekly").code == 0
     assert json.loads(user.tandem("schedules", "--json").out) == []
+
+
+def test_a_schedule_that_starts_nothing_says_so(user: User) -> None:
+    """The condition is written here, in the form in which Argo's controller reports it."""
+    assert "no minute" in user.submit("odd", command="schedule", options=("--cron", "99 * * * *")).err
+    assert user.submit("odd", command="schedule", options=("--cron", "@yearly")).code == 0
+    plan = user.cluster.api.get("argoproj.io/v1alpha1", "CronWorkflow", "odd", user.namespace)
+    try:
+        condition = {"type": "SpecError", "status": "True", "message": "cron schedule 99 * * * * is malformed"}
+        written = {
+            **{key: plan[key] for key in ("apiVersion", "kind", "spec")},
+            "metadata": {"name": "odd", "labels": plan["metadata"]["labels"]},
+            "status": {"conditions": [condition]},
+        }
+        user.cluster.api.apply([written], user.namespace)
+        (one,) = json.loads(user.tandem("schedules", "--json").out)
+        assert one["words"] == condition["message"]
+        first, second = user.tandem("schedules").out.splitlines()
+        assert first.split()[:2] == ["odd", "error"] and "99" in second
+    finally:
+        assert user.tandem("unschedule", "odd").code == 0
 
 
 def test_a_missing_permission_is_named(user: User) -> None:

@@ -117,6 +117,24 @@ def test_an_installation_works(cluster: Any, make_namespace: Callable[..., str],
     wait_for("MLflow", MLFLOW_S, ready)
 
 
+def test_the_pods_of_others_are_left_alone(cluster: Any, make_namespace: Callable[..., str], tmp_path: Path) -> None:
+    """A namespace with pods is taken over neither silently nor by --dry-run; as Kubeflow's, it keeps its own rules."""
+    namespace = make_namespace("foreign")
+    container = {"name": "main", "image": "localhost/none:1", "imagePullPolicy": "Never"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "theirs"}, "spec": {"containers": [container]}}
+    cluster.api.apply([pod], namespace)
+    place = ("--context", cluster.context, "--kubeconfig", str(cluster.kubeconfig), "-n", namespace)
+    command = ("install", *place, "--no-mlflow", "--tracking-uri", "http://mlflow:5000")
+    for more in ((), ("--dry-run",)):
+        done = tandem(tmp_path, *command, *more)
+        assert (done.code, "is not Tandem's and holds pods (theirs)" in done.err) == (64, True), done.err
+    assert "app.kubernetes.io/name" not in cluster.api.get("v1", "Namespace", namespace)["metadata"]["labels"]
+    assert not cluster.api.list("networking.k8s.io/v1", "NetworkPolicy", namespace)
+    done = tandem(tmp_path, *command, "--kubeflow")
+    assert done.code == 0, done.err
+    assert "NetworkPolicy/tandem-deny-ingress" not in done.out
+
+
 def test_what_is_missing_is_told_before_anything_is_sent(
     cluster: Any, make_namespace: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -21,13 +21,10 @@ OWNED = ((JOBSETS, "jobsets"), (SETS, "leaderworkersets"), ("apps", "statefulset
          ("coordination.k8s.io", "leases"))  # fmt: skip
 NEEDED = {
     "tandem-pipeline": (
-        *(
-            Access(verb, group, kind)
-            for group, kind in OWNED
-            for verb in ("get", "list", "watch", "create", "patch", "delete")
-        ),
+        *(Access(verb, group, kind) for group, kind in OWNED for verb in ("get", "list", "create", "patch", "delete")),
+        Access("update", "coordination.k8s.io", "leases"),
         Access("patch", SETS, "leaderworkersets/scale"),
-        *(Access(verb, "", kind) for kind in ("pods", "events") for verb in ("get", "list", "watch")),
+        *(Access(verb, "", kind) for kind in ("pods", "events") for verb in ("get", "list")),
         Access("get", "", "pods/log"),
         Access("get", ARGO, "workflows"),
         *(Access(verb, ARGO, "workflowtaskresults") for verb in ("create", "patch")),
@@ -72,6 +69,8 @@ REFUSED = {
         *NOBODY,
         Access("get", "", "secrets", "tandem-redis"),
         *(Access(verb, ARGO, "workflows") for verb in ("create", "patch", "delete", "list")),
+        *(Access("update", group, kind) for group, kind in OWNED if kind != "leases"),
+        *(Access("watch", group, kind) for group, kind in (*OWNED, ("", "pods"), ("", "events"))),
         Access("create", ARGO, "cronworkflows"),
     ),
     "tandem-role": (*NOBODY, *NEEDED["tandem-pipeline"], *NEEDED["tandem-submitter"]),
@@ -164,6 +163,9 @@ def test_the_launcher_makes_what_it_owns(installed: Installed) -> None:
     )
     for one in made:
         launcher.apply(one)
+    claim = launcher.get("coordination.k8s.io/v1", "Lease", "probe")
+    assert claim is not None
+    assert launcher.take({**claim, "spec": {"holderIdentity": "another"}})
     submitter = installed.as_account("tandem-submitter")
     assert set(objects_of(submitter, "probe")) == {"ConfigMap/probe", "Lease/probe", "Service/probe"}
     for one in made:

@@ -23,11 +23,18 @@ def tasks(ir: list[Any], component: str) -> dict[str, Any]:
     return ir[0]["components"][f"comp-{component}"]["dag"]["tasks"]
 
 
-def compared(change: Callable[[list[Any]], None], folder: Path) -> list[str]:
+def written(changes: list[Callable[[list[Any]], None]], path: Path) -> list[Any]:
+    """Write the main pipeline with some changes."""
     ir = copy.deepcopy(read_ir(POST_TRAINING))
-    change(ir)
-    path = folder / "new.yaml"
+    for change in changes:
+        change(ir)
     path.write_text(yaml.dump_all(ir, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper)))
+    return ir
+
+
+def compared(change: Callable[[list[Any]], None], folder: Path) -> list[str]:
+    path = folder / "new.yaml"
+    written([change], path)
     return differences(POST_TRAINING, path)
 
 
@@ -101,6 +108,16 @@ def caching(ir: list[Any]) -> None:
     tasks(ir, "exit-handler-1")["evaluate"]["cachingOptions"] = {"enableCache": True}
 
 
+def root(ir: list[Any]) -> None:
+    ir[0]["defaultPipelineRoot"] = "s3://bucket/root"
+
+
+def put_out(ir: list[Any]) -> None:
+    selector = {"producerSubtask": "exit-handler-1", "outputParameterKey": "policy"}
+    ir[0]["root"]["outputDefinitions"] = {"parameters": {"model": {"parameterType": "STRING"}}}
+    ir[0]["root"]["dag"]["outputs"] = {"parameters": {"model": {"valueFromParameter": selector}}}
+
+
 @pytest.mark.parametrize(
     ("change", "sentences"),
     [
@@ -149,6 +166,15 @@ def caching(ir: list[Any]) -> None:
             ],
         ),
         (deadline, ["pipeline: pipelineConfig.activeDeadlineSeconds added: 60"]),
+        (root, ["pipeline: defaultPipelineRoot added: s3://bucket/root"]),
+        (
+            put_out,
+            [
+                "pipeline output model added: string",
+                "pipeline result parameters.model.valueFromParameter.outputParameterKey added: policy",
+                "pipeline result parameters.model.valueFromParameter.producerSubtask added: exit-handler-1",
+            ],
+        ),
         (caching, ["step exit-handler-1/evaluate: caching turned on"]),
     ],
     ids=lambda part: getattr(part, "__name__", ""),
@@ -183,7 +209,9 @@ TWICE = ("secretNameParameter", "configMapNameParameter", "cpuRequest", "memoryR
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_every_change_of_a_value_is_told(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    leaves = [leaf for leaf in _leaves(read_ir(POST_TRAINING)) if not {*UNTOLD, *TWICE} & set(leaf)]
+    folder = tmp_path_factory.mktemp("edited")
+    whole = written([root, put_out], folder / "old.yaml")
+    leaves = [leaf for leaf in _leaves(whole) if not {*UNTOLD, *TWICE} & set(leaf)]
     place = data.draw(st.sampled_from(leaves))
 
     def change(ir: list[Any]) -> None:
@@ -193,7 +221,35 @@ def test_every_change_of_a_value_is_told(data: st.DataObject, tmp_path_factory: 
         old = target[place[-1]]
         target[place[-1]] = (not old) if isinstance(old, bool) else f"{old}x"
 
-    assert compared(change, tmp_path_factory.mktemp("edited")), place
+    written([root, put_out, change], folder / "new.yaml")
+    assert differences(folder / "old.yaml", folder / "new.yaml"), place
+
+
+def _parts(part: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where the IR itself has mappings and lists: a user's own values may be of any kind."""
+    pairs = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else []
+    found = [path] if isinstance(part, (dict, list)) and path else []
+    return found + [inner for key, one in pairs for inner in _parts(one, (*path, key))]
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_a_part_of_another_kind_is_told(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    place = data.draw(st.just((0, "pipelineInfo")) | st.sampled_from(_parts(read_ir(POST_TRAINING))))
+    other = data.draw(st.sampled_from(["text", 7, None, ["a"], [None]]))
+
+    def change(ir: list[Any]) -> None:
+        target: Any = ir
+        for step in place[:-1]:
+            target = target[step]
+        target[place[-1]] = other
+
+    try:
+        told = compared(change, tmp_path_factory.mktemp("edited"))
+    except BadConfig as error:
+        assert "is no compiled pipeline" in error.sentence
+    else:
+        assert told or {*UNTOLD, *TWICE} & set(place), place
 
 
 def test_a_file_that_is_no_pipeline_is_told(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_settings_reach_their_places() -> None:
         (Settings(), "MLflow needs the control image"),
         (Settings(image="x", tracking_uri="http://m"), "add --no-mlflow"),
         (Settings(namespace="kube-system", mlflow=False), "belongs to Kubernetes"),
+        (Settings(namespace="kubeflow", mlflow=False), "add --kubeflow"),
     ],
 )
 def test_contradictions_are_sentences(settings: Settings, words: str) -> None:

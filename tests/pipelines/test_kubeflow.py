@@ -194,6 +194,9 @@ def test_the_command_line_submits_and_tells(double: KubeflowDouble, tmp_path: Pa
     assert done.code == 0, done.err
     assert done.out.startswith("execution mine: pending")
     assert "the cluster behind Kubeflow was not looked at" in done.err
+    assert "localhost/tandem/control:1 is in no registry" in done.err and "--push" in done.err
+    loaded = tandem(tmp_path, *run, *place, "-s", "kubernetes.pull_policy=Never", "--name", "loaded")
+    assert (loaded.code, "in no registry" in loaded.err) == (0, False), loaded.err
     double.set_state(next(iter(double.runs)), "FAILED", error="no room", tasks={"preflight": "FAILED"})
     told = tandem(tmp_path, "status", "mine", "--json", *place)
     assert told.code == 0

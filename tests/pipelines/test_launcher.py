@@ -160,6 +160,43 @@ def test_a_missing_output_and_a_missing_program_are_told(tmp_path: Path) -> None
     assert code == 64 and "no-such-program: cannot be run" in errors
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("place", ["whole", "real", "several", "mapping", "text"])
+def test_an_input_that_is_no_json_number_is_told(place: str, number: float, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"text": "a", "whole": 3, "real": 0.5, "yes": True, "several": [], "mapping": {}}
+    given[place] = {"several": [1, number], "mapping": {"a": [number]}}.get(place, number)
+    code, errors = Pod(c.echo, tmp_path).run(**given)
+    assert code == 64 and f"input '{place}' is " in errors and errors.count("\n") == 1
+
+
+@dsl.container_component
+def writes(text: str, whole: dsl.OutputPath(int)):
+    return c.python("import pathlib, sys; pathlib.Path(sys.argv[1]).write_bytes(eval(sys.argv[2]))", whole, text)
+
+
+@dsl.container_component
+def reports(text: str, several: dsl.OutputPath(list)):
+    return c.python(c.READ + "put(several=json.loads(values['text']))")
+
+
+@pytest.mark.parametrize("written", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "[1, {", "\\xff"], ids=repr)
+def test_an_output_that_is_no_json_is_told(written: str, tmp_path: Path) -> None:
+    pod = Pod(writes, tmp_path)
+    code, errors = pod.run(text=f"b'{written}'")
+    assert code == 65 and "output 'whole' is " in errors and errors.count("\n") == 1 and pod.words() in errors
+
+
+def test_a_reported_output_that_is_no_json_is_told(tmp_path: Path) -> None:
+    code, errors = Pod(reports, tmp_path).run(text='[1, {"a": NaN}]')
+    assert code == 65 and "output 'several' is " in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"], ids=ascii)
+def test_a_command_that_no_process_can_have_is_told(text: str, tmp_path: Path) -> None:
+    code, errors = Pod(writes, tmp_path).run(text=text)
+    assert code == 64 and "cannot be run" in errors and errors.count("\n") == 1
+
+
 def test_sigterm_reaches_the_command_and_its_children_at_once(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     process = Pod(waits, tmp_path).start(ready=str(ready))

@@ -14,7 +14,7 @@ from components.cluster.api import Access, Cluster
 from configs.failure import BadConfig, BadData, Failure
 from configs.run import RunConfig
 from pipelines.pods import last_line, trouble
-from pipelines.submission import check_cron, differences, find_images, prepare_schedule, retry_name, same_or_refuse
+from pipelines.submission import differences, find_images, prepare_schedule, retry_name, same_or_refuse
 from pipelines.targets.argo.nodes import execution_state
 from tests.pipelines.command import tandem
 from tests.pipelines.submitted import BUCKET, QUICKSTART, images_file, submission
@@ -57,6 +57,13 @@ def test_a_schedule_leaves_the_runs_name_open(tmp_path: Path) -> None:
         ("storage.endpoint_url=http://127.0.0.1:9000", "storage.endpoint_url"),
         ("storage.root=/shared/runs", "share no disk"),
         ("storage.root=file:///shared/runs", "share no disk"),
+        ("storage.root=s3://", "names no bucket"),
+        ("storage.root=s3:///x", "storage.root is 's3:///x', which names no bucket"),
+        ("storage.root=s3://UPPER_bucket!!/x", "no bucket is called 'UPPER_bucket!!'"),
+        ("storage.root=s3://ab/x", "no bucket is called 'ab'"),
+        ("storage.root=s3://a..b/x", "no bucket is called 'a..b'"),
+        ("data.uri=s3:///x.jsonl", "data.uri is 's3:///x.jsonl', which names no bucket"),
+        ("model.checkpoint=s3://-x-/y", "model.checkpoint is 's3://-x-/y', but no bucket"),
     ],
 )
 def test_places_that_pods_cannot_reach_are_refused(tmp_path: Path, override: str, words: str) -> None:
@@ -93,12 +100,6 @@ def test_differing_fields_are_named() -> None:
 def test_retries_are_numbered() -> None:
     assert retry_name("x", ["x"]) == "x-r1"
     assert retry_name("x", ["x", "x-r1", "x-r10", "x-rest"]) == "x-r11"
-
-
-def test_cron_has_five_fields() -> None:
-    assert check_cron(" 0 3 * *  1 ") == "0 3 * * 1"
-    with pytest.raises(BadConfig, match="has 6 fields, not five"):
-        check_cron("0 0 3 * * 1")
 
 
 # ---- what the cluster answers
@@ -285,8 +286,14 @@ def test_mistakes_at_the_door(tmp_path: Path) -> None:
         (("schedule", *run, "--cron", "every day"), 64, "not five"),
         (("install", "--render"), 64, "make images"),
         (("install", "--render", "--no-mlflow", "-n", "kube-system"), 64, "belongs to Kubernetes"),
+        (("install", "--render", "--no-mlflow", "-n", "kubeflow"), 64, "add --kubeflow"),
         (("diff", "a.yaml", "b.yaml"), 64, "a.yaml"),
-    ]
+        *(((command, name), 64, f"'{name}' is no name") for command in ("status", "logs", "cancel", "retry", "unschedule")
+          for name in ("", "a b", "a/b", "../x")),
+        *((("status", name), 64, "is no name") for name in ("A", "x-", "a,b=c", "é", "a\n", "x" * 64)),
+        *(((*command, "-n", name), 64, f"'{name}' is no namespace") for name in ("", "a/b", "x?y", "Tandem")
+          for command in (("executions",), ("install", "--render", "--no-mlflow"))),
+    ]  # fmt: skip
     for arguments, code, words in cases:
         done = tandem(tmp_path, *arguments, KUBECONFIG=str(tmp_path / "none"))
         assert (done.code, words in done.err) == (code, True), f"{arguments}: {done.err}"

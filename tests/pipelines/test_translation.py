@@ -14,11 +14,13 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kfp import compiler
+from kfp import compiler, dsl, kubernetes
 
 from configs.failure import BadConfig
 from pipelines.compile import POST_TRAINING, POST_TRAINING_ARGO
+from pipelines.targets.argo.pod import SCRATCH_VOLUME
 from pipelines.targets.argo.translation import cron, dump, translate
+from tests.pipelines.shapes import components as c
 from tests.pipelines.shapes.refused import REFUSED
 from tests.pipelines.shapes.running import AWKWARD, SHAPES, Shape
 
@@ -211,6 +213,41 @@ def test_settings_of_kubernetes_reach_the_pod(tmp_path: Path) -> None:
         environment["SECRET"]["valueFrom"]["secretKeyRef"]["optional"] is False
     )
     assert environment["NAMESPACE"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
+
+
+def test_every_mount_shows_what_it_names(tmp_path: Path) -> None:
+    @dsl.pipeline
+    def mounted():  # type: ignore[no-untyped-def]
+        task = c.say(text="a")
+        kubernetes.use_secret_as_volume(task, "creds", "/secret")
+        kubernetes.use_secret_as_volume(task, "creds", "/again")
+        kubernetes.use_secret_as_volume(task, "creds", "/optional", optional=True)
+        kubernetes.use_secret_as_volume(task, "my.key", "/dotted")
+        kubernetes.use_secret_as_volume(task, "my-key", "/dashed")
+        kubernetes.use_secret_as_volume(task, SCRATCH_VOLUME, "/store")
+        kubernetes.use_config_map_as_volume(task, "creds", "/settings")
+        kubernetes.mount_pvc(task, pvc_name="creds", mount_path="/claim")
+
+    spec = workflow_of(compiled(mounted, tmp_path))["spec"]
+    part = next(part for part in spec["templates"] if "container" in part)
+    names = [volume["name"] for volume in (*spec["volumes"], *part["volumes"])]
+    assert len(set(names)) == len(names) == 9 and all(len(name) <= 63 for name in names)
+    volumes = {volume.pop("name"): volume for volume in part["volumes"]}
+    shown = {
+        mount["mountPath"]: volumes[mount["name"]]
+        for mount in part["container"]["volumeMounts"]
+        if mount["name"] in volumes
+    }
+    assert shown == {
+        "/secret": {"secret": {"secretName": "creds", "optional": False}},
+        "/again": {"secret": {"secretName": "creds", "optional": False}},
+        "/optional": {"secret": {"secretName": "creds", "optional": True}},
+        "/dotted": {"secret": {"secretName": "my.key", "optional": False}},
+        "/dashed": {"secret": {"secretName": "my-key", "optional": False}},
+        "/store": {"secret": {"secretName": SCRATCH_VOLUME, "optional": False}},
+        "/settings": {"configMap": {"name": "creds", "optional": False}},
+        "/claim": {"persistentVolumeClaim": {"claimName": "creds"}},
+    }
 
 
 def test_a_pipelines_own_settings_reach_the_workflow(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def constant(value: Any, inputs: dict[str, Value], task: str, where: str) -> Val
     Raises:
         BadConfig: it holds a placeholder that nothing here stands for.
     """
+    if isinstance(value, (list, dict)) and "{{$" in json.dumps(value):
+        return computed(encoded(_nested(value, inputs, task, where)))
     if not isinstance(value, str):
         return Value(text(value), literal(text(value)))
     for placeholder, mend in REFUSED_PLACEHOLDERS.items():
@@ -133,6 +135,8 @@ def constant(value: Any, inputs: dict[str, Value], task: str, where: str) -> Val
     named = {f"{{{{$.inputs.parameters['{name}']}}}}": other for name, other in inputs.items()}
     pattern = "(" + "|".join(map(re.escape, (*PLACEHOLDERS, *named))) + ")"
     pieces = [piece for piece in re.split(pattern, value.replace(TASK_NAME, task)) if piece]
+    known = {*PLACEHOLDERS, *named}
+    check_known("".join(piece for piece in pieces if piece not in known), where)
     if not any(piece in named for piece in pieces):
         shown = "".join(
             f"{{{{{PLACEHOLDERS[piece]}}}}}" if piece in PLACEHOLDERS else text(piece)[1:-1] for piece in pieces
@@ -141,6 +145,25 @@ def constant(value: Any, inputs: dict[str, Value], task: str, where: str) -> Val
             return Value(f'"{shown}"', literal(f'"{shown}"'))
         return Value(f'"{shown}"', encoded(_joined(pieces, named)))
     return computed(encoded(_joined(pieces, named)))
+
+
+def _nested(value: Any, inputs: dict[str, Value], task: str, where: str) -> str:
+    """Expression of a list or mapping whose texts may name the task's other inputs."""
+    if isinstance(value, list):
+        return "[" + ", ".join(_nested(one, inputs, task, where) for one in value) + "]"
+    if isinstance(value, dict):
+        check_known("".join(value), where)
+        pairs = (f"{literal(key)}: {_nested(one, inputs, task, where)}" for key, one in value.items())
+        return "{" + ", ".join(pairs) + " }"
+    return constant(value, inputs, task, where).decoded
+
+
+def check_known(rest: str, where: str) -> None:
+    """Refuse a placeholder where the known ones are replaced already."""
+    match = re.search(r"\{\{\$.{0,60}", rest, re.DOTALL)
+    if match:
+        written = " ".join(match[0].partition("}}")[0].split())
+        raise BadConfig(f"{where}: placeholder {written}}}}} is not translated to Argo; pass the value as a parameter")
 
 
 def _joined(pieces: list[str], named: dict[str, Value]) -> str:
@@ -193,9 +216,20 @@ def condition(written: str, inputs: dict[str, Value], where: str) -> str:
         if match["input"]:
             terms.append(inputs[match["input"]].decoded)
         elif match["text"]:
-            terms.append(literal(re.sub(r"\\(.)", r"\1", match["text"][1:-1])))
+            terms.append(literal(_unescaped(match["text"][1:-1], written, where)))
         else:
             terms.append(FUNCTIONS.get(match[0].strip(), match[0].strip()))
         position = match.end()
     joined = " ".join(terms)
     return tag(re.sub(r"\b(int|float|string) \(", r"\1(", joined))
+
+
+def _unescaped(quoted: str, written: str, where: str) -> str:
+    """The text that a quoted one in CEL stands for; KFP's compiler writes a constant as it is, so escapes are rare."""
+    escape = re.search(r"\\[^\\'\"]", re.sub(r"\\[\\'\"]", "", quoted))
+    if escape:
+        raise BadConfig(
+            f"{where}: escape '{escape[0]}' in condition '{written}' is not translated to Argo; compare with a text"
+            " without a backslash"
+        )
+    return re.sub(r"\\(.)", r"\1", quoted)

@@ -14,6 +14,7 @@ from typing import Any
 from configs.failure import BadConfig
 from pipelines.targets.argo.expression import (
     Value,
+    check_known,
     computed,
     condition,
     constant,
@@ -285,6 +286,7 @@ class Graph:
             raw = None
         if not isinstance(raw, list):
             raise BadConfig(f"{where}: the items of its loop are no JSON list; compile the pipeline again")
+        check_known(iterator.items.raw, f"{where}, items of its loop")
         return json.dumps([text(item) for item in raw], ensure_ascii=False)
 
 

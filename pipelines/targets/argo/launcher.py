@@ -31,7 +31,6 @@ TERMINATION = Path("/dev/termination-log")
 LAST_WORDS_S = 5.0
 PLACEHOLDER = re.compile(r"\{\{\$(?:\.(inputs|outputs)\.(parameters|artifacts)\['([^']+)'\](?:\.(\w+))?)?\}\}")
 OWN = ("TANDEM_TASK", "TANDEM_ARTIFACTS")
-NUMBERS = ("NUMBER_INTEGER", "NUMBER_DOUBLE")
 
 
 class Stop(Exception):
@@ -70,7 +69,7 @@ def read_arguments(arguments: list[str]) -> dict[str, Any]:
         name, _, text = argument.partition("=")
         try:
             value = json.loads(text)
-        except json.JSONDecodeError:
+        except ValueError:
             raise Stop(70, f"input '{name}' was not resolved by Argo: {text[:200]}") from None
         if value is not None:
             values[name] = value
@@ -102,9 +101,9 @@ def parameter_text(parameters: dict[str, Any], match: re.Match[str]) -> str:
 
 def typed(name: str, value: Any, definition: dict[str, Any]) -> Any:
     """A value as its parameter's type asks; a string takes anything, as KFP's does."""
-    kind = definition["parameterType"]
+    kind, written = definition["parameterType"], json_text(value, 64, f"input '{name}'")
     if kind == "STRING" and not isinstance(value, str):
-        value = json.dumps(value)
+        value = written
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = {
         "STRING": isinstance(value, str),
@@ -114,7 +113,7 @@ def typed(name: str, value: Any, definition: dict[str, Any]) -> Any:
         "LIST": isinstance(value, list),
     }
     if not fits.get(kind, isinstance(value, dict)):
-        raise Stop(64, f"input '{name}' is {json.dumps(value)[:80]}, but the task takes {kind.lower()}")
+        raise Stop(64, f"input '{name}' is {written[:80]}, but the task takes {kind.lower()}")
     if kind == "NUMBER_INTEGER":
         value = int(value)
     if definition.get("literals") and value not in definition["literals"]:
@@ -128,9 +127,7 @@ def executor_outputs(task: dict[str, Any]) -> dict[str, Any]:
     folder = f"{os.environ.get('TANDEM_ARTIFACTS', '')}/{os.environ['KFP_POD_NAME']}"
     has_root = folder.startswith("s3://")
     if declared and not has_root:
-        raise Stop(
-            64, "the task writes artifacts, but the workflow's parameter pipeline-root is not s3://bucket/prefix"
-        )
+        raise Stop(64, "the task writes artifacts, but the workflow's pipeline-root is not s3://bucket/prefix")
     artifacts = {}
     for name, artifact in declared.items():
         runtime = {"name": name, "uri": f"{folder}/{name}", "type": artifact["type"]}
@@ -225,8 +222,9 @@ def run(line: list[str]) -> int:
         signal.signal(kind, forward)
     try:
         child = subprocess.Popen(line, env=environment, start_new_session=True, stderr=subprocess.PIPE)
-    except OSError as error:
-        raise Stop(64, f"{line[0]}: cannot be run ({error.strerror}); check the image and the command") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Stop(64, f"{line[0]}: cannot be run ({reason}); check the image and the command") from None
     for number in received:
         send(child, number)
     words = LastWords(child.stderr)
@@ -274,12 +272,10 @@ def deliver(task: dict[str, Any], outputs: dict[str, Any]) -> None:
     """Upload the artifacts and leave every output for Argo."""
     report = read_report(Path(outputs["outputFile"]))
     OUTPUTS.mkdir(parents=True, exist_ok=True)
+    values = report.get("parameterValues", {})
     for name, kind in task.get("outputParameters", {}).items():
-        values = report.get("parameterValues", {})
-        value = (
-            values[name] if name in values else read_output(name, kind, Path(outputs["parameters"][name]["outputFile"]))
-        )
-        write(name, value)
+        place = Path(outputs["parameters"][name]["outputFile"])
+        write(name, values[name] if name in values else read_output(name, kind, place))
     for name, some in outputs["artifacts"].items():
         artifact = some["artifacts"][0]
         reported = (report.get("artifacts", {}).get(name, {}).get("artifacts") or [{}])[0]
@@ -306,19 +302,25 @@ def read_output(name: str, kind: str, path: Path) -> Any:
     """An output parameter that the task wrote into its file."""
     try:
         text = path.read_text(encoding="utf-8")
+        return text if kind == "STRING" else json.loads(text)
     except FileNotFoundError:
         raise Stop(65, f"output '{name}' is missing: the task wrote no {path}") from None
-    if kind == "STRING":
-        return text
+    except ValueError:
+        start = path.read_bytes()[:80].decode(errors="replace")
+        raise Stop(65, f"output '{name}' is {start!r}, but it is declared as {kind.lower()}") from None
+
+
+def json_text(value: Any, code: int, what: str) -> str:
+    """A value as JSON text; JSON has no NaN and no infinity, and Argo's expressions end at them."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise Stop(65, f"output '{name}' is {text[:80]!r}, but it is declared as {kind.lower()}") from None
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise Stop(code, f"{what} is {json.dumps(value)[:80]}, but JSON has no such number; use null") from None
 
 
 def write(name: str, value: Any) -> None:
     """Leave an output as JSON text in which neither Argo nor Kubernetes finds anything to replace."""
-    text = json.dumps(value).replace("{{", "{\\u007b").replace("$", "\\u0024")
+    text = json_text(value, 65, f"output '{name}'").replace("{{", "{\\u007b").replace("$", "\\u0024")
     (OUTPUTS / name).write_text(text, encoding="utf-8")
 
 
@@ -380,12 +382,8 @@ class answered:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         # boto3 raises errors of several families, all of which mean the same here.
-        if error is not None and type(error).__module__.partition(".")[0] in (
-            "botocore",
-            "boto3",
-            "s3transfer",
-            "awscrt",
-        ):
+        families = ("botocore", "boto3", "s3transfer", "awscrt")
+        if error is not None and type(error).__module__.partition(".")[0] in families:
             raise Stop(69, f"S3 did not take part with {self.uri}: {error}") from None
 
 

@@ -15,6 +15,7 @@ from pipelines.targets.argo.settings import KubernetesSettings, NodeAffinityTerm
 LAUNCHER_VOLUME = "tandem-launcher"
 LAUNCHER_MOUNT = "/tandem-launcher"
 SCRATCH_VOLUME = "tandem-s3"
+RESERVED_VOLUMES = (LAUNCHER_VOLUME, SCRATCH_VOLUME)
 OUTPUTS = "/tmp/tandem/outputs"
 """Where the launcher leaves each output's JSON text for Argo."""
 
@@ -278,35 +279,47 @@ def _volumes(settings: KubernetesSettings, where: str) -> tuple[list[dict[str, A
     mounts = []
     for secret in settings.secret_as_volume:
         name = fixed(secret.secret_name_parameter, secret.secret_name, "secretAsVolume", where)
-        volumes[_volume_name(name)] = {"secret": {"secretName": name, "optional": secret.optional}}
-        mounts.append({"name": _volume_name(name), "mountPath": secret.mount_path})
+        volume_name = _unnamed(volumes, name, {"secret": {"secretName": name, "optional": secret.optional}})
+        mounts.append({"name": volume_name, "mountPath": secret.mount_path})
     for config in settings.config_map_as_volume:
         name = fixed(config.config_map_name_parameter, config.config_map_name, "configMapAsVolume", where)
-        volumes[_volume_name(name)] = {"configMap": {"name": name, "optional": config.optional}}
-        mounts.append({"name": _volume_name(name), "mountPath": config.mount_path})
+        volume_name = _unnamed(volumes, name, {"configMap": {"name": name, "optional": config.optional}})
+        mounts.append({"name": volume_name, "mountPath": config.mount_path})
     for claim in settings.pvc_mount:
         name = fixed(claim.pvc_name_parameter, claim.constant, "pvcMount", where)
-        volumes[_volume_name(name)] = {"persistentVolumeClaim": {"claimName": name}}
-        mounts.append(_filled({"name": _volume_name(name), "mountPath": claim.mount_path, "subPath": claim.sub_path}))
+        volume_name = _unnamed(volumes, name, {"persistentVolumeClaim": {"claimName": name}})
+        mounts.append(_filled({"name": volume_name, "mountPath": claim.mount_path, "subPath": claim.sub_path}))
     for directory in settings.empty_dir_mounts:
-        volumes[directory.volume_name] = {
-            "emptyDir": _filled({"medium": directory.medium, "sizeLimit": directory.size_limit})
-        }
+        empty = _filled({"medium": directory.medium, "sizeLimit": directory.size_limit})
+        _named(volumes, directory.volume_name, {"emptyDir": empty}, where)
         mounts.append({"name": directory.volume_name, "mountPath": directory.mount_path})
     for volume in settings.generic_ephemeral_volume:
         spec = {"accessModes": volume.access_modes, "resources": {"requests": {"storage": volume.size}}}
         if not volume.default_storage_class:
             spec["storageClassName"] = volume.storage_class_name
         metadata = _filled(volume.metadata.model_dump())
-        volumes[volume.volume_name] = {
-            "ephemeral": {"volumeClaimTemplate": _filled({"metadata": metadata}) | {"spec": spec}}
-        }
+        template = _filled({"metadata": metadata}) | {"spec": spec}
+        _named(volumes, volume.volume_name, {"ephemeral": {"volumeClaimTemplate": template}}, where)
         mounts.append({"name": volume.volume_name, "mountPath": volume.mount_path})
     return [{"name": name, **source} for name, source in volumes.items()], mounts
 
 
-def _volume_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9-]", "-", name)[:63].strip("-")
+def _unnamed(volumes: dict[str, dict[str, Any]], after: str, source: dict[str, Any]) -> str:
+    """Add a volume to which the pipeline gives no name; returns one that no other source has."""
+    base = re.sub(r"[^a-z0-9-]", "-", after)[:60].strip("-")
+    name, number = base, 1
+    while name in RESERVED_VOLUMES or volumes.get(name, source) != source:
+        number += 1
+        name = f"{base}-{number}"
+    volumes[name] = source
+    return name
+
+
+def _named(volumes: dict[str, dict[str, Any]], name: str, source: dict[str, Any], where: str) -> None:
+    """Add a volume with the pipeline's own name for it."""
+    if name in RESERVED_VOLUMES or volumes.get(name, source) != source:
+        raise BadConfig(f"{where}: another volume is called '{name}' too; give this one another volume_name")
+    volumes[name] = source
 
 
 def _placement(settings: KubernetesSettings, where: str) -> dict[str, Any]:

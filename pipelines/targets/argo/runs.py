@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ WORKFLOW_NAME = "{{workflow.name}}"
 CANCEL_LIMIT_S = 90.0
 """Seconds a canceled Workflow has to end; its steps have 30 s to leave, its exit handler the rest."""
 POLL_S = 0.5
+TROUBLES = ("SpecError", "SubmissionError")
+"""Conditions of a CronWorkflow that starts nothing."""
 SUBMIT = (
     *(Access(verb, GROUP, "workflows") for verb in ("get", "list", "create")),
     *(Access(verb, "", "configmaps") for verb in ("create", "patch")),
@@ -141,10 +144,13 @@ class ArgoTarget:
         (Argo's `Terminate`) leaves the exit handler out.
 
         Raises:
+            BadConfig: it is over, and another execution of its run would lose what it has on the cluster.
             ServiceGone: something is left when the time is over; the sentence names it.
         """
         state = self.status(name)
-        if not state.over:
+        if state.over:
+            self._refuse_for_another(state)
+        else:
             check_access(self.cluster, (Access("patch", GROUP, "workflows"),))
             shutdown = "Terminate" if now else "Stop"
             self.cluster.patch(API, "Workflow", state.name, {"spec": {"shutdown": shutdown}})
@@ -188,6 +194,15 @@ class ArgoTarget:
         return self.status(self.cluster.create(again)["metadata"]["name"])
 
     # ---- inside
+
+    def _refuse_for_another(self, ended: ExecutionState) -> None:
+        """What a run has on the cluster bears the run's name, whichever execution made it."""
+        for other in self.executions():
+            if other.run == ended.run and other.name != ended.name and not other.over:
+                raise BadConfig(
+                    f"execution {ended.name} is over, and {other.name} of the same run is {other.state};"
+                    f" tandem cancel {other.name}"
+                )
 
     def _objects(self, submission: Submission, name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """The launcher's ConfigMap and, last, the Workflow."""
@@ -242,8 +257,6 @@ class ArgoTarget:
 
     def _with_role_troubles(self, state: ExecutionState) -> ExecutionState:
         """Add the pods of the loop that do not run, as steps of their own."""
-        from dataclasses import replace
-
         from pipelines.pods import trouble
 
         if state.over:
@@ -266,17 +279,38 @@ def _marked(workflow: dict[str, Any], submission: Submission) -> dict[str, Any]:
     return workflow
 
 
-def _schedule(scheduled: dict[str, Any]) -> Schedule:
+@dataclass(frozen=True)
+class ArgoSchedule(Schedule):
+    """A CronWorkflow.
+
+    Attributes:
+        words: Why its controller starts nothing, in its own words.
+    """
+
+    words: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {**super().to_dict(), "words": self.words}
+
+
+def _schedule(scheduled: dict[str, Any]) -> ArgoSchedule:
     from pipelines.pods import moment
 
     spec, status = scheduled["spec"], scheduled.get("status") or {}
-    return Schedule(
+    troubles = [
+        " ".join(str(one.get("message") or one["type"]).split())
+        for one in status.get("conditions") or []
+        if one.get("type") in TROUBLES and one.get("status") == "True"
+    ]
+    return ArgoSchedule(
         name=scheduled["metadata"]["name"],
         cron=" | ".join(spec.get("schedules", [])),
         timezone=spec.get("timezone", ""),
         enabled=not spec.get("suspend", False),
         last=moment(status.get("lastScheduledTime")),
         executions=tuple(one["name"] for one in status.get("active") or []),
+        words="; ".join(troubles),
     )
 
 

@@ -2,6 +2,7 @@
 
 from kfp import dsl, kubernetes
 
+from pipelines.targets.argo.pod import LAUNCHER_VOLUME, SCRATCH_VOLUME
 from tests.pipelines.shapes import components as c
 from tests.pipelines.shapes.running import inner
 
@@ -94,6 +95,63 @@ def lost_items(names: list):
             c.double(number=number)
 
 
+@dsl.pipeline
+def root_placeholder():
+    c.say(text=f"to {dsl.PIPELINE_ROOT_PLACEHOLDER}")
+
+
+@dsl.pipeline
+def unknown_placeholder_in_a_list():
+    c.environment(names=["a", ["{{$.unheard_of}}"]])
+
+
+@dsl.pipeline
+def placeholder_as_a_key(name: str):
+    c.echo(text="a", whole=1, real=0.5, yes=True, several=[], mapping={"{{$.unheard_of}}": name})
+
+
+@dsl.pipeline
+def placeholder_as_an_item():
+    with dsl.ParallelFor([dsl.PIPELINE_JOB_ID_PLACEHOLDER, "a"]) as text:
+        c.say(text=text)
+
+
+@dsl.pipeline
+def escaped_newline(text: str):
+    with dsl.If(text == "two\\nlines"):
+        c.say(text="a")
+
+
+@dsl.pipeline
+def escaped_code(text: str):
+    with dsl.If(text == "\\u0041"):
+        c.say(text="a")
+
+
+@dsl.pipeline
+def volume_named_twice():
+    task = c.say(text="a")
+    kubernetes.use_secret_as_volume(task, "room", "/secret")
+    kubernetes.empty_dir_mount(task, "room", "/room")
+
+
+@dsl.pipeline
+def volume_of_two_sizes():
+    task = c.say(text="a")
+    kubernetes.empty_dir_mount(task, "room", "/room", size_limit="1Mi")
+    kubernetes.empty_dir_mount(task, "room", "/other", size_limit="2Mi")
+
+
+def reserved_volume(name: str):
+    """A pipeline that names a volume as the translation names one of its own."""
+
+    @dsl.pipeline(name=f"volume-{name}")
+    def pipeline():
+        kubernetes.empty_dir_mount(c.say(text="a"), name, "/room")
+
+    return pipeline
+
+
 def workspace():
     """A pipeline with a workspace."""
 
@@ -118,5 +176,15 @@ REFUSED = [
     (takes_an_artifact, ("artifact 'made'", "pass its URI")),
     (loop_over_artifacts, ("artifactIterator", "list parameter of URIs")),
     (lost_items, ("names", "a loop inside a loop", "pass the item")),
+    (root_placeholder, ("task 'say'", "parameter 'text'", "{{$.pipeline_root}}", "pass the value")),
+    (unknown_placeholder_in_a_list, ("task 'environment'", "parameter 'names'", "{{$.unheard_of}}")),
+    (placeholder_as_a_key, ("task 'echo'", "parameter 'mapping'", "{{$.unheard_of}}")),
+    (placeholder_as_an_item, ("items of its loop", "{{$.pipeline_job_uuid}}")),
+    (escaped_newline, ("'\\n'", "without a backslash")),
+    (escaped_code, ("'\\u'", "without a backslash")),
+    (volume_named_twice, ("task 'say'", "called 'room'", "volume_name")),
+    (volume_of_two_sizes, ("task 'say'", "called 'room'", "volume_name")),
+    (reserved_volume(LAUNCHER_VOLUME), ("task 'say'", f"'{LAUNCHER_VOLUME}'", "volume_name")),
+    (reserved_volume(SCRATCH_VOLUME), ("task 'say'", f"'{SCRATCH_VOLUME}'", "volume_name")),
     (workspace(), ("'workspace'", "mount_pvc")),
 ]

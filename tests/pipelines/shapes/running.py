@@ -141,6 +141,15 @@ def placeholders(name: str = "Ada"):
 
 
 @dsl.pipeline
+def built_values(name: str = "q", number: int = 3):
+    said = c.say(text="made").outputs["said"]
+    c.echo(
+        text=AWKWARD, whole=1, real=0.5, yes=True, several=[name, number, said, [f"{name}-{said}", 1.5, True, {}], AWKWARD],
+        mapping={"{{a}}": {"b": {"c": said}}, "d": [name, 4], "e": "job of " + dsl.PIPELINE_TASK_NAME_PLACEHOLDER},
+    )  # fmt: skip
+
+
+@dsl.pipeline
 def pod_settings():
     task = c.environment(names=["A", "SECRET", "MISSING", "SETTING", "NAMESPACE"])
     task.set_env_variable("A", "1").set_cpu_request("50m").set_memory_request("32Mi").set_memory_limit("256Mi")
@@ -246,6 +255,11 @@ SHAPES = [
     Shape(two_failures_ignored, outputs=(out("say-2", "said", "after both"),), message="exit code 64)"),
     Shape(placeholders, outputs=(
         out("words", "said", "<Ada> alone"), out("words-2", "said", "<Ada and <Ada> alone> with words-2"),
+    )),
+    # A pipeline's value inside a list or a mapping becomes text, as on Kubeflow.
+    Shape(built_values, outputs=(
+        out("echo", "several_out", ["q", "3", "made", ["q-made", 1.5, True, {}], AWKWARD]),
+        out("echo", "mapping_out", {"{{a}}": {"b": {"c": "made"}}, "d": ["q", 4], "e": "job of echo"}),
     )),
     Shape(pod_settings, outputs=(
         out("environment", "found", '{"A": "1", "MISSING": null, "NAMESPACE": "NAMESPACE", "SECRET": "s", "SETTING": "t"}'),
