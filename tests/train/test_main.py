@@ -10,7 +10,7 @@ import pytest
 from components.experience.audit import audit
 from components.experience.experience import Experience, Target
 from components.experience.redis_server import RedisServer
-from components.role import Role
+from components.role import Inputs, Role
 from components.train.main import TrainingRole
 from components.weights.policy import checkpoint_tensors, save_policy
 from configs.failure import BadData
@@ -22,7 +22,8 @@ from tests.train.test_trainer import digest, policy, sampled
 @pytest.fixture
 def role(make_config: Callable[..., RunConfig], redis_server: RedisServer) -> Iterator[Role]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    made = Role("train", "train", make_config(loop={"max_staleness": 10}), redis_server.url)
+    config = make_config(loop={"max_staleness": 10})
+    made = Role("train", "train", config, Inputs(redis_server.url, "", ""))
     made.layout.scratch.mkdir(parents=True)
     save_policy(policy(), TOKENIZER, made.layout.scratch / "start")
     made.experience.open()
