@@ -50,9 +50,9 @@ class Images(Document):
     """Container images, by tag or digest."""
 
     control: str = Field(min_length=1)
-    """Steps without torch work: preflight, stage_data, adopt_checkpoint, release."""
+    """Steps and roles without torch: preflight, stage_data, adopt_checkpoint, rl_loop, release; reward, broadcast, Redis."""
     train: str = Field(min_length=1)
-    """Steps and roles that train: warm_start, rl_loop, publish_checkpoint, evaluate."""
+    """Steps and roles with torch: warm_start, publish_checkpoint, evaluate; train."""
     rollout: str = Field(min_length=1)
     """Generation engines."""
 

@@ -209,10 +209,10 @@ def schedules(target: Target, as_json: bool) -> None:
         return
     for one in found:
         last = f"last {one.last:%Y-%m-%d %H:%M}" if one.last else "not run yet"
-        state = "error" if one.to_dict().get("words") else "on" if one.enabled else "paused"
+        state = "error" if one.words else "on" if one.enabled else "paused"
         click.echo(f"{one.name:<30} {state:<7} {one.cron:<16} {one.timezone:<6} {last}")
-        if words := one.to_dict().get("words"):
-            click.echo(f"  {words}")
+        if one.words:
+            click.echo(f"  {one.words}")
     if not found:
         click.echo("no schedules")
 

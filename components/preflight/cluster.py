@@ -36,7 +36,12 @@ def check_cluster(config: RunConfig, cluster: Cluster) -> None:
         raise BadConfig("REDIS_PASSWORD is empty; create secret tandem-redis with the key password (docs/cluster.md)")
     for api_version, kind in KINDS:
         cluster.get(api_version, kind, config.name)
-    wanted = [(group, resource, verb) for group, resource in CHANGED for verb in ("create", "patch", "delete")]
+    wanted = [
+        (group, resource, verb)
+        for group, resource in CHANGED
+        # A claim is replaced as it was read, everything else is applied.
+        for verb in ("create", "update" if resource == "leases" else "patch", "delete")
+    ]
     wanted += [(group, resource, "list") for group, resource in READ]
     for group, resource, verb in wanted:
         if not cluster.allowed(Access(verb, group, resource)):

@@ -100,12 +100,14 @@ class Schedule:
     enabled: bool
     last: datetime | None = None
     executions: tuple[str, ...] = ()
+    words: str = ""
+    """Why its controller starts nothing, in its own words."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for `--json`."""
         return {
             "name": self.name, "cron": self.cron, "timezone": self.timezone, "enabled": self.enabled,
-            "last": _iso(self.last), "executions": list(self.executions),
+            "last": _iso(self.last), "executions": list(self.executions), "words": self.words,
         }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,22 +279,7 @@ def _marked(workflow: dict[str, Any], submission: Submission) -> dict[str, Any]:
     return workflow
 
 
-@dataclass(frozen=True)
-class ArgoSchedule(Schedule):
-    """A CronWorkflow.
-
-    Attributes:
-        words: Why its controller starts nothing, in its own words.
-    """
-
-    words: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
-        return {**super().to_dict(), "words": self.words}
-
-
-def _schedule(scheduled: dict[str, Any]) -> ArgoSchedule:
+def _schedule(scheduled: dict[str, Any]) -> Schedule:
     from pipelines.pods import moment
 
     spec, status = scheduled["spec"], scheduled.get("status") or {}
@@ -303,7 +288,7 @@ def _schedule(scheduled: dict[str, Any]) -> ArgoSchedule:
         for one in status.get("conditions") or []
         if one.get("type") in TROUBLES and one.get("status") == "True"
     ]
-    return ArgoSchedule(
+    return Schedule(
         name=scheduled["metadata"]["name"],
         cron=" | ".join(spec.get("schedules", [])),
         timezone=spec.get("timezone", ""),
