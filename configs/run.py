@@ -7,37 +7,18 @@ overrides any field, `tandem run FILE --dry-run` prints the whole resolved confi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
+from configs.address import Address, WebAddress
 from configs.document import Document, read_yaml, validated
 from configs.failure import BadConfig
 from configs.kubernetes import KubernetesConfig
+from configs.sglang import SGLangConfig
 
 RUNS = Path(__file__).parent / "runs"
-
-
-def _address(value: str) -> str:
-    """Refuse a secret in an address: the configuration is shown, logged and published."""
-    if "@" in value.partition("://")[2].partition("/")[0]:
-        raise ValueError(
-            "holds a user or a password, but the configuration is logged; give secrets by environment variables"
-            " (REDIS_PASSWORD, MLFLOW_TRACKING_USERNAME and _PASSWORD, REWARD_TOKEN)"
-        )
-    return value
-
-
-def _web_address(value: str) -> str:
-    """An http address, or empty."""
-    if value and not value.startswith(("http://", "https://")):
-        raise ValueError(f"{value} is no http address; write it as http://host:port")
-    return _address(value)
-
-
-Address = Annotated[str, AfterValidator(_address)]
-WebAddress = Annotated[str, AfterValidator(_web_address)]
 
 
 class StorageConfig(Document):
@@ -128,14 +109,17 @@ class WarmStartConfig(Document):
 class RolloutConfig(Document):
     """Generation: which engine, how many completions a prompt."""
 
-    engine: Literal["torch"] = "torch"
-    """`torch` generates in the rollout process itself, on the CPU."""
+    engine: Literal["torch", "sglang"] = "torch"
+    """`torch` generates in the rollout process itself, on the CPU; `sglang` in a server of its own (section `sglang`)."""
     workers: int = Field(default=1, ge=1)
-    """Rollout processes."""
+    """Rollout processes, each with one engine."""
     group_size: int = Field(default=8, ge=1)
     """Completions a prompt (G)."""
     groups_per_call: int = Field(default=32, ge=1)
-    """Groups generated together in one engine call."""
+    """Groups a worker has in generation at a time."""
+    update: Literal["in_place", "retract", "abort"] = "in_place"
+    """What becomes of running generations when new weights arrive: they go on with the keys and values they have, go on
+    with these computed anew, or end and are taken up again as partial generations. Tokens carry their version always."""
     max_new_tokens: int = Field(default=4, ge=1)
     """Tokens a completion may have, the end-of-sequence token included."""
     temperature: float = Field(default=1.0, gt=0)
@@ -212,9 +196,22 @@ class WeightsConfig(Document):
     """Versions of the policy on their way from training to rollout."""
 
     keep: int = Field(default=4, ge=2)
-    """Versions kept in the weights store."""
+    """Versions kept in the weights store, besides those that an engine still holds."""
     verify_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds an engine may take to load and prove a version before it is quarantined."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that versions are published and served in; training itself keeps float32."""
+    deltas: int = Field(default=0, ge=0, le=64)
+    """Versions in a row that may be stored as the difference from the one before; 0 stores every version whole."""
+    transfer: Literal["pull", "collective"] = "pull"
+    """How running SGLang engines get a version: each reads it from the store, or broadcast sends it to all at once.
+    Engines that join, or that a collective transfer left behind, always read it from the store."""
+    collective_backend: Literal["gloo", "nccl"] = "gloo"
+    """What carries a collective transfer; `nccl` needs a GPU for broadcast too."""
+    bucket_mib: int = Field(default=512, ge=1)
+    """Size of one message of a collective transfer, in MiB."""
+    transfer_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds a collective transfer may wait for an engine before it goes on without it."""
 
 
 class EvaluateConfig(Document):
@@ -260,6 +257,7 @@ class RunConfig(Document):
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sglang: SGLangConfig = SGLangConfig()
     reward: RewardConfig = RewardConfig()
     train: TrainConfig = TrainConfig()
     loop: LoopConfig = LoopConfig()

@@ -41,6 +41,17 @@ class Target(msgspec.Struct, frozen=True):
     version: int
     digest: str
 
+    @property
+    def label(self) -> str:
+        """As engines and Redis are told it."""
+        return f"{self.version}:{self.digest}"
+
+    @classmethod
+    def of(cls, label: str) -> Target | None:
+        """The version that `label` names; None if it is not one of ours, such as an engine's label before its first."""
+        version, _, digest = label.partition(":")
+        return cls(int(version), digest) if version.isdigit() and digest else None
+
 
 class Delivered(NamedTuple):
     """A group handed to the reward role."""
