@@ -110,7 +110,7 @@ class Held(NamedTuple):
     """The engine's own label of the version, as `load` gave it (`Target.label`)."""
     digest: str = ""
     """The manifest's digest computed over its memory, where that has the checkpoint's layout."""
-    checksums: dict[str, str] = {}  # noqa: RUF012 - never mutated
+    checksums: dict[str, str] = {}
     """Otherwise its checksum of every parameter (components/weights/proof.py computes what they should be)."""
 
 
