@@ -132,7 +132,7 @@ class Role:
         Raises:
             ServiceGone: it did not come in the time a pod may take to start.
         """
-        from components.experience.experience import wait_until_loaded
+        from components.experience.connection import wait_until_loaded
 
         wait_until_loaded(self.experience, self.config.kubernetes.ready_s, self._stay)
         self.experience.open()

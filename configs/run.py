@@ -293,9 +293,36 @@ class RunConfig(Document):
             raise ValueError(
                 f"name {self.name} begins with a digit, which Kubernetes refuses for a Service; begin with a letter"
             )
+        if self.rollout.engine == "sglang":
+            self._engines_agree()
         if self.reward.verifier == "http" and not self.reward.url:
             raise ValueError("reward.verifier is http, but reward.url is empty; give the address to post to")
         return self
+
+    def _engines_agree(self) -> None:
+        """What SGLang needs of the other sections."""
+        sglang, weights = self.sglang, self.weights
+        if sglang.urls and len(sglang.urls) < self.rollout.workers:
+            raise ValueError(
+                f"sglang.urls names {len(sglang.urls)} servers for {self.rollout.workers} rollout workers; name one a worker"
+            )
+        if sglang.urls and self.loop.roles == "kubernetes":
+            raise ValueError(
+                "sglang.urls is for processes; among pods give sglang.service, or let every pod start its own"
+            )
+        if (
+            weights.transfer == "collective"
+            and sglang.data_parallel_attention > 1
+            and weights.collective_backend == "gloo"
+        ):
+            raise ValueError(
+                "weights.collective_backend gloo does not reach GPUs; set nccl, or weights.transfer to pull"
+            )
+
+    @property
+    def collective(self) -> bool:
+        """Whether broadcast sends versions to the engines itself."""
+        return self.rollout.engine == "sglang" and self.weights.transfer == "collective"
 
     @property
     def registered_model(self) -> str:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from configs.address import WebAddress
 from configs.document import Document
+from configs.hardware import HardwareProfile
 
 
 class SGLangConfig(Document):
@@ -62,3 +63,9 @@ class SGLangConfig(Document):
                 f" {self.data_parallel_attention}; choose a multiple"
             )
         return self
+
+    def device_on(self, hardware: HardwareProfile) -> Literal["cpu", "cuda"]:
+        """Where the servers compute on nodes of `hardware`."""
+        if self.device == "auto":
+            return "cuda" if hardware.gpus else "cpu"
+        return self.device

@@ -46,10 +46,12 @@ class Lock(NamedTuple):
     python: str
     universal: bool
     """Whether the lock serves every platform and later Pythons, or Linux on x86-64 with `python` alone."""
+    alone: bool = False
+    """Whether it holds `pins` without what pyproject.toml asks for, which may clash with them; previews are admitted."""
 
 
 def image_locks() -> dict[str, Lock]:
-    """All image locks by file name without suffix: `control`, `train`, `<stack>-train`, `<stack>-rollout`."""
+    """All image locks by file name without suffix: `control`, `train`, `cpu-sglang`, `<stack>-train`, `<stack>-rollout`."""
     cpu = load_stack("cpu")
     locks = {
         "control": Lock(LOCKS / "control.txt", (), (), (), REQUIREMENTS, cpu.python, True),
@@ -66,6 +68,9 @@ def image_locks() -> dict[str, Lock]:
         )  # fmt: skip
         train = rollout._replace(path=LOCKS / f"{name}-train.txt", pins=pins, constraint=rollout.path)
         locks |= {rollout.path.stem: rollout, train.path.stem: train}
+    # A server on a CPU is an environment of its own: SGLang's protobuf and kfp's exclude one another.
+    server = (f"sglang=={load_stack('deepep-efa').sglang}",)
+    locks["cpu-sglang"] = Lock(LOCKS / "cpu-sglang.txt", (), server, (), None, cpu.python, False, alone=True)
     return locks
 
 
@@ -73,6 +78,7 @@ def inputs_digest(lock: Lock) -> str:
     """SHA-256 of everything `lock` is resolved from."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *(text for e in lock.extras for text in project["optional-dependencies"][e])]
+    wanted = [] if lock.alone else wanted
     kept = lock.constraint.read_text(encoding="utf-8") if lock.constraint else ""
     parts = [*wanted, *lock.pins, *lock.left_out, lock.python, str(lock.universal), kept]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -108,12 +114,12 @@ def write_lock(lock: Lock) -> None:
             # uv keeps the versions that it finds in the file it writes.
             written.write_text(lock.path.read_text(encoding="utf-8"))
         done = subprocess.run(
-            [find_uv(), "pip", "compile", "--quiet", ROOT / "pyproject.toml", pins,
+            [find_uv(), "pip", "compile", "--quiet", *([] if lock.alone else [ROOT / "pyproject.toml"]), pins,
              *(["--constraint", str(lock.constraint)] if lock.constraint else []),
              *(part for extra in lock.extras for part in ("--extra", extra)),
              *(part for package in lock.left_out for part in ("--no-emit-package", package)),
              *platform, "--python-version", lock.python, "--generate-hashes", "--no-emit-index-url", "--no-annotate",
-             "--no-header", "--prerelease", "if-necessary-or-explicit", "--output-file", written],
+             "--no-header", "--prerelease", "allow" if lock.alone else "if-necessary-or-explicit", "--output-file", written],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:

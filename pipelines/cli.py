@@ -220,6 +220,29 @@ def bench_queue(json_file: Path | None, groups: int) -> None:
     _figures(measure(groups), json_file)
 
 
+@bench.command("weights")
+@JSON_FILE
+@click.option("--mib", type=click.IntRange(min=4), default=128, show_default=True, help="Size of the timed version.")
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--steps", type=click.IntRange(min=0), default=6, show_default=True, help="Real updates a learning rate.")
+@click.option(
+    "--place",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder to work in; its file system is what is measured.  [default: /dev/shm, or where there is none, here]",
+)
+@click.option("--store", "store_uri", default="", metavar="URI", help="Pull from a shared store: s3://bucket/prefix.")
+@click.option("--checkpoint", default="", metavar="DIR", help="Policy the updates begin with; default: warm one up.")
+def bench_weights(
+    json_file: Path | None, mib: int, rounds: int, steps: int, place: Path | None, store_uri: str, checkpoint: str
+) -> None:
+    """A version published and pulled, whole and as a difference, beside a raw copy of its bytes."""
+    from components.weights.bench import measure
+
+    memory = Path("/dev/shm")
+    place = place or (memory if memory.is_dir() else Path())
+    _figures(measure(mib, rounds, steps, place, store_uri, checkpoint), json_file)
+
+
 @bench.command("loop")
 @click.argument("run_file", type=click.Path(path_type=Path), default=Path("configs/runs/sort8.yaml"))
 @OVERRIDE

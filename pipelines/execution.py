@@ -20,7 +20,8 @@ import msgspec
 import psutil
 
 from components.experience.audit import Audit, audit
-from components.experience.experience import Experience, wait_until_loaded
+from components.experience.connection import wait_until_loaded
+from components.experience.experience import Experience
 from components.experience.redis_server import RedisServer
 from components.role import die_with_parent
 from components.step import read_marker

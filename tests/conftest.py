@@ -14,7 +14,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from components.experience.experience import Experience, Target
+from components.experience.deliveries import Target
+from components.experience.experience import Experience
 from components.experience.group import Group, Sample
 from components.experience.redis_server import RedisServer
 from configs.run import RunConfig

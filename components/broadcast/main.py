@@ -5,58 +5,120 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from components.experience.experience import Target
+from components.broadcast.transfers import Transfers
+from components.experience.deliveries import Target
 from components.role import Role, run_role
-from components.weights.store import WeightsStore, open_weights
+from components.weights.geometry import read_geometry
+from components.weights.proof import Split, difference, engine_checksums
+from components.weights.store import open_weights
 from configs.failure import BadData
+from configs.hardware import load_hardware
+
+REMEMBERED = 8
+"""Versions whose checksums are kept for engines that report late."""
+
+
+class Broadcast:
+    """Checks every announced version in the store, makes it the target, and compares what engines report with it."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.store = open_weights(role.layout)
+        self.transfers = Transfers(role, self.store) if role.config.collective else None
+        self.current: Target | None = None
+        self.offered: dict[int, str] = {}
+        self._expected: dict[int, dict[str, str]] = {}
+
+    def run(self) -> None:
+        """Work until told to leave."""
+        experience = self.role.experience
+        try:
+            while True:
+                self.role.check_leaving()
+                announced = experience.announced()
+                if announced is not None and announced != self.current and self._is_published(announced):
+                    self.current = announced
+                    self.offered[announced.version] = announced.digest
+                    self._offer(announced)
+                if (report := experience.next_report(wait_s=0.01)) is not None:
+                    self._judge(report)
+        finally:
+            if self.transfers is not None:
+                self.transfers.close()
+
+    def _is_published(self, announced: Target) -> bool:
+        """Whether the store holds what was announced, whole."""
+        start = time.time()
+        try:
+            manifest = self.store.check(announced.version)
+        except BadData:
+            # Training may have published and pruned past it meanwhile; the newest one is what matters.
+            if self.role.experience.announced() != announced:
+                return False
+            raise
+        if manifest.digest != announced.digest:
+            return False
+        self.role.emit(
+            "span", announced.version, kind="verify", start=start, end=time.time(), bytes=manifest.bytes,
+            stored_bytes=manifest.stored_bytes,
+        )  # fmt: skip
+        return True
+
+    def _offer(self, announced: Target) -> None:
+        """Make a version the target; engines that take part in collective transfers are sent it."""
+        if self.transfers is None or not self.transfers.carry(announced):
+            self.role.experience.set_target(announced)
+
+    def _judge(self, report: dict[str, Any]) -> None:
+        """Admit the engine to the version it reports, or quarantine it."""
+        worker, held = report["worker"], Target(report["version"], report["digest"])
+        expected = self.offered.get(held.version)
+        if expected is None:
+            return  # offered by a process before this one: the engine reports again, or loads a newer version
+        reason = ""
+        if held.digest != expected:
+            reason = f"{worker} holds version {held.version} with digest {held.digest}, published is {expected}"
+        elif report["checksums"]:
+            if (checksums := self._checksums(held.version)) is None:
+                return
+            if wrong := difference(checksums, report["checksums"]):
+                reason = f"{worker} does not hold version {held.version}: {wrong}"
+        elif self.role.config.rollout.engine == "sglang":
+            reason = f"{worker} gave no checksums for version {held.version}"
+        experience = self.role.experience
+        if reason:
+            experience.quarantine(worker, reason)
+            self.role.emit("quarantined", held.version, worker=worker, sentence=reason)
+        else:
+            experience.verify(worker, held)
+            self.role.emit("verified", held.version, worker=worker, digest=held.digest, seconds=report["seconds"])
+
+    def _checksums(self, version: int) -> dict[str, str] | None:
+        """What an SGLang engine must say of a version; None when the store has let it go."""
+        if version not in self._expected:
+            config = self.role.config
+            file = self.role.start / "config.json"
+            split = Split(config.sglang.tensor_parallel, config.sglang.expert_parallel)
+            try:
+                tensors = self.store.mapped(version)
+                self._expected[version] = engine_checksums(
+                    tensors,
+                    read_geometry(file, str(file)),
+                    config.sglang.device_on(load_hardware(config.hardware)),
+                    split,
+                )
+            except BadData:
+                if version in self.store.versions():
+                    raise
+                return None
+            for old in sorted(self._expected)[:-REMEMBERED]:
+                del self._expected[old]
+        return self._expected[version]
 
 
 def broadcast(role: Role) -> None:
-    """Check every announced version in the store, make it the target, and compare what engines report with it."""
-    store = open_weights(role.layout)
-    experience = role.experience
-    current: Target | None = None
-    offered: dict[int, str] = {}
-    while True:
-        role.check_leaving()
-        announced = experience.announced()
-        if announced is not None and announced != current and _offer(role, store, announced):
-            current = announced
-            offered[announced.version] = announced.digest
-        if (report := experience.next_report(wait_s=0.01)) is not None:
-            _judge(role, offered, report)
-
-
-def _offer(role: Role, store: WeightsStore, announced: Target) -> bool:
-    """Make an announced version the target, once its file is what its manifest says and that is what was announced."""
-    start = time.time()
-    try:
-        manifest = store.check(announced.version)
-    except BadData:
-        # Training may have published and pruned past it meanwhile; the newest one is what matters.
-        if role.experience.announced() != announced:
-            return False
-        raise
-    if manifest.digest != announced.digest:
-        return False
-    role.experience.set_target(announced)
-    role.emit("span", announced.version, kind="verify", start=start, end=time.time(), bytes=manifest.bytes)
-    return True
-
-
-def _judge(role: Role, offered: dict[int, str], report: dict[str, Any]) -> None:
-    """Admit the engine to the version it reports, or quarantine it."""
-    worker, held = report["worker"], Target(report["version"], report["digest"])
-    expected = offered.get(held.version)
-    if expected is None:
-        return  # offered by a process before this one: the engine reports again, or loads a newer version
-    if held.digest == expected:
-        role.experience.verify(worker, held)
-        role.emit("verified", held.version, worker=worker, digest=held.digest, seconds=report["seconds"])
-    else:
-        reason = f"{worker} holds version {held.version} with digest {held.digest}, published is {expected}"
-        role.experience.quarantine(worker, reason)
-        role.emit("quarantined", held.version, worker=worker, sentence=reason)
+    """Carry and prove versions until told to leave."""
+    Broadcast(role).run()
 
 
 if __name__ == "__main__":

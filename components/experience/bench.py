@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from components.experience.experience import Experience, Target
+from components.experience.deliveries import Target
+from components.experience.experience import Experience
 from components.experience.group import Group, Sample, encode_group
 from components.experience.redis_server import RedisServer
 from configs.failure import BadConfig

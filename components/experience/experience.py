@@ -9,20 +9,13 @@ after a crash takes the very batch recorded for it the first time.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
-from importlib import resources
 from typing import Any, NamedTuple
 
-import msgspec
 import redis
-from redis.backoff import ConstantBackoff, ExponentialBackoff, NoBackoff
-from redis.retry import Retry
 
-from components.experience.group import Group, decode_group, encode_group
-from configs.failure import Failure, ServiceGone
-from configs.run import RunConfig
+from components.experience.deliveries import Deliveries, Target
+from components.experience.group import Group, Sample, decode_group, decode_partial, encode_group
+from configs.failure import Failure
 
 STAGES = ("running", "generated", "scored", "trained")
 
@@ -33,24 +26,8 @@ class Ticket(NamedTuple):
     entry: str
     """Id of the entry in the ticket stream."""
     group: int
-
-
-class Target(msgspec.Struct, frozen=True):
-    """The weights version engines are to hold."""
-
-    version: int
-    digest: str
-
-    @property
-    def label(self) -> str:
-        """As engines and Redis are told it."""
-        return f"{self.version}:{self.digest}"
-
-    @classmethod
-    def of(cls, label: str) -> Target | None:
-        """The version that `label` names; None if it is not one of ours, such as an engine's label before its first."""
-        version, _, digest = label.partition(":")
-        return cls(int(version), digest) if version.isdigit() and digest else None
+    partial: list[Sample] | None = None
+    """What an earlier worker already made of the group's completions."""
 
 
 class Delivered(NamedTuple):
@@ -60,32 +37,12 @@ class Delivered(NamedTuple):
     group: Group
 
 
-class Experience:
-    """A run's groups. Every method is one round trip; none blocks.
+class Experience(Deliveries):
+    """A run's groups, and the deliveries of weights to those who generate them. Every method is one round trip; none blocks.
 
     Raises:
         ServiceGone: from any method, when Redis has not answered for about ten seconds.
     """
-
-    def __init__(self, url: str, config: RunConfig) -> None:
-        self.config = config
-        self.redis = redis.Redis.from_url(
-            url,
-            password=os.environ.get("REDIS_PASSWORD"),
-            socket_timeout=10,
-            socket_connect_timeout=5,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=8),
-            retry_on_error=[redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
-        )
-        self._prefix = f"tandem:{{{config.name}}}:"
-        self._scripts = {
-            name: self.redis.register_script(_source(name)) for name in ("lease", "pass", "drop", "take", "commit")
-        }
-
-    def hurry(self) -> None:
-        """From now on fail within a second instead of ten when Redis is away: this process is told to leave, and a Redis
-        that leaves as well does not come back."""
-        self.redis.set_retry(Retry(ConstantBackoff(0.2), 2))
 
     def open(self) -> None:
         """Make the streams and consumer groups; harmless when they exist."""
@@ -95,10 +52,6 @@ class Experience:
             except redis.ResponseError as error:
                 if "BUSYGROUP" not in str(error):
                     raise
-
-    def key(self, name: str) -> str:
-        """The Redis key of one of the run's structures."""
-        return self._prefix + name
 
     def lease(self, worker: str, held: Target, limit: int) -> list[Ticket]:
         """Lease up to `limit` groups to a worker that was proven to hold `held`.
@@ -111,7 +64,7 @@ class Experience:
         try:
             entries = self._run(
                 "lease",
-                ["counters", "state", "tickets", "verified"],
+                ["counters", "state", "tickets", "verified", "partials"],
                 [
                     worker,
                     limit,
@@ -127,7 +80,21 @@ class Experience:
             if "UNVERIFIED" in str(error):
                 raise Failure(f"{error}; an engine serves only a version it was verified to hold") from None
             raise
-        return [Ticket(entry.decode(), int(group)) for entry, group in entries]
+        return [
+            Ticket(entry.decode(), int(group), decode_partial(partial) if partial else None)
+            for entry, group, partial in entries
+        ]
+
+    def renew(self, worker: str, tickets: list[Ticket]) -> set[int]:
+        """Begin the leases of a worker anew; returns the groups that are still its own."""
+        own = set(self._run("renew", ["tickets"], [worker, *(ticket.entry for ticket in tickets)]))
+        return {ticket.group for ticket in tickets if ticket.entry.encode() in own}
+
+    def keep(self, partials: list[tuple[Ticket, list[Sample]]]) -> None:
+        """Keep what a worker has of groups it leaves unfinished; whoever leases one next is given it."""
+        flat = [part for ticket, samples in partials for part in (ticket.group, encode_group(samples))]
+        if flat:
+            self._run("keep", ["state", "partials"], flat)
 
     def hand_in(self, groups: list[tuple[Ticket, Group]]) -> int:
         """Hand in generated groups; returns how many were not handed in before by someone else."""
@@ -226,64 +193,8 @@ class Experience:
             ]
             if pairs:
                 dropped += int(self._run("drop", ["counters", "state", stream], [consumers, stage, reason, *pairs]))
-        self._do(self.redis.delete, self.key("ready"))
+        self._do(self.redis.delete, self.key("ready"), self.key("partials"))
         return dropped
-
-    def announce(self, version: int, digest: str) -> None:
-        """Training published a version."""
-        self._do(self.redis.hset, self.key("weights"), mapping={"announced": f"{version}:{digest}"})
-
-    def announced(self) -> Target | None:
-        """The newest version training published."""
-        return _target(self._do(self.redis.hget, self.key("weights"), "announced"))
-
-    def set_target(self, target: Target) -> None:
-        """Broadcast checked a version in the store: engines are to hold it."""
-        self._do(self.redis.hset, self.key("weights"), "target", f"{target.version}:{target.digest}")
-
-    def target(self) -> Target | None:
-        """The version engines are to hold, or None before the first."""
-        return _target(self._do(self.redis.hget, self.key("weights"), "target"))
-
-    def report(self, worker: str, held: Target, seconds: float) -> None:
-        """An engine reports the version it holds, by the digest of its own memory."""
-        body = msgspec.json.encode(
-            {"worker": worker, "version": held.version, "digest": held.digest, "seconds": seconds}
-        )
-        pipeline = self.redis.pipeline()
-        # What an earlier process of this name was quarantined for says nothing about this report.
-        pipeline.hdel(self.key("quarantined"), worker)
-        pipeline.rpush(self.key("reports"), body)
-        self._do(pipeline.execute)
-
-    def next_report(self, wait_s: float) -> dict[str, Any] | None:
-        """The next engine report, waiting up to `wait_s` seconds."""
-        popped = self._do(self.redis.blpop, self.key("reports"), timeout=wait_s)
-        return msgspec.json.decode(popped[1]) if popped else None
-
-    def verify(self, worker: str, held: Target) -> None:
-        """Broadcast compared an engine's report with the manifest: it may serve that version."""
-        self._do(self.redis.hset, self.key("verified"), worker, f"{held.version}:{held.digest}")
-
-    def quarantine(self, worker: str, reason: str) -> None:
-        """An engine did not prove the version it should hold: it gets no work until it does."""
-        pipeline = self.redis.pipeline()
-        pipeline.hdel(self.key("verified"), worker)
-        pipeline.hset(self.key("quarantined"), worker, reason)
-        self._do(pipeline.execute)
-
-    def quarantined(self, worker: str) -> str:
-        """Why a worker is quarantined, or an empty string."""
-        reason = self._do(self.redis.hget, self.key("quarantined"), worker)
-        return reason.decode() if reason else ""
-
-    def readmit(self, worker: str) -> None:
-        """Lift a quarantine."""
-        self._do(self.redis.hdel, self.key("quarantined"), worker)
-
-    def verified(self, worker: str) -> Target | None:
-        """The version a worker was proven to hold."""
-        return _target(self._do(self.redis.hget, self.key("verified"), worker))
 
     def beat(self, seconds: float) -> None:
         """The loop is alive, and will say so again within `seconds`."""
@@ -329,7 +240,9 @@ class Experience:
         flat: list[Any] = []
         for entry, group in groups:
             flat += (entry, group.id, group.oldest_version, encode_group(group))
-        return int(self._run("pass", ["counters", "state", source, target], [consumers, stage, enters, *flat]))
+        return int(
+            self._run("pass", ["counters", "state", source, target, "partials"], [consumers, stage, enters, *flat])
+        )
 
     def _expire(self, stream: str, consumers: str, consumer: str) -> int:
         pending = self._do(
@@ -349,47 +262,3 @@ class Experience:
                 justid=True,
             )  # fmt: skip
         return len(ids)
-
-    def _run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
-        return self._do(self._scripts[script], keys=[self.key(key) for key in keys], args=arguments)
-
-    def _do(self, command: Any, *arguments: Any, **options: Any) -> Any:
-        try:
-            return command(*arguments, **options)
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise ServiceGone(f"Redis does not answer ({error}); see the log redis.log of the run") from None
-
-
-def wait_until_loaded(experience: Experience, limit_s: float, each: Callable[[], None] = lambda: None) -> None:
-    """Wait until Redis answers and has read its append-only file.
-
-    Args:
-        experience: Whose Redis.
-        limit_s: Seconds to wait.
-        each: Called at every look; raises to end the wait.
-
-    Raises:
-        ServiceGone: it has not within that time.
-    """
-    end = time.monotonic() + limit_s
-    client = redis.Redis(connection_pool=experience.redis.connection_pool, retry=Retry(NoBackoff(), retries=0))
-    while True:
-        each()
-        try:
-            client.ping()
-            return
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            if time.monotonic() > end:
-                raise ServiceGone(f"Redis was not ready within {limit_s:.0f} s ({error}); see redis.log") from None
-            time.sleep(0.05)
-
-
-def _target(text: bytes | None) -> Target | None:
-    if text is None:
-        return None
-    version, _, digest = text.decode().partition(":")
-    return Target(int(version), digest)
-
-
-def _source(name: str) -> str:
-    return resources.files("components.experience").joinpath(f"scripts/{name}.lua").read_text()

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+"""A completion ended by itself, reached its limit, or was taken from its engine (only in a partial generation)."""
 
 
 class Span(NamedTuple):
@@ -30,19 +31,31 @@ class Sample(msgspec.Struct, array_like=True):
     finish: FinishReason
     reward: float | None = None
     routed_experts: bytes | None = None
-    """int16 [T, layers, top-k]: the experts the router chose, when the engine reports them."""
+    """The experts the router chose, when the engine reports them: layers and top-k as int16, then int16 [T, layers, top-k]."""
 
     @classmethod
-    def of(cls, tokens: np.ndarray, logprobs: np.ndarray, version: int, finish: FinishReason) -> Sample:
-        """A completion sampled with one version.
+    def of(
+        cls,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        spans: list[Span] | int,
+        finish: FinishReason,
+        routed_experts: np.ndarray | None = None,
+    ) -> Sample:
+        """A completion.
 
         Args:
             tokens: [T] integers.
             logprobs: [T] floats.
+            spans: Which version sampled which tokens; a single number is that of all.
+            routed_experts: [T, layers, top-k] integers.
         """
-        return cls(
-            tokens.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes(), [Span(version, 0, len(tokens))], finish
-        )
+        if isinstance(spans, int):
+            spans = [Span(spans, 0, len(tokens))]
+        chosen = None
+        if routed_experts is not None:
+            chosen = np.array(routed_experts.shape[1:], "<i2").tobytes() + routed_experts.astype("<i2").tobytes()
+        return cls(tokens.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes(), spans, finish, None, chosen)
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -53,6 +66,14 @@ class Sample(msgspec.Struct, array_like=True):
     def behaviour_logprobs(self) -> np.ndarray:
         """float32 [T]."""
         return np.frombuffer(self.logprobs, "<f4")
+
+    @property
+    def experts(self) -> np.ndarray | None:
+        """int16 [T, layers, top-k], or None; -1 stands for tokens whose engine did not report."""
+        if self.routed_experts is None:
+            return None
+        values = np.frombuffer(self.routed_experts, "<i2")
+        return values[2:].reshape(-1, int(values[0]), int(values[1]))
 
     @property
     def versions(self) -> np.ndarray:
@@ -92,3 +113,4 @@ class Group(msgspec.Struct, array_like=True):
 
 encode_group = msgspec.msgpack.Encoder().encode
 decode_group = msgspec.msgpack.Decoder(Group).decode
+decode_partial = msgspec.msgpack.Decoder(list[Sample]).decode

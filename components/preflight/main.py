@@ -1,8 +1,8 @@
 """Checks that the run can work here, before it costs anything, and opens its record on the tracking server.
 
-It looks at the stack and hardware (known clashes between versions), installed packages, room on disk, the run's store
-(a probe is written and deleted), a given checkpoint, Redis and the tracking server. The build manifest says what
-exactly ran; it goes to the store, to the tracking server and out as an artifact.
+It looks at the stack and hardware (known clashes between versions), installed packages, what the engines need, room on
+disk, the run's store (a probe is written and deleted), a given checkpoint, Redis and the tracking server. The build
+manifest says what exactly ran; it goes to the store, to the tracking server and out as an artifact.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from components.preflight.checks import (
     check_stack,
     check_storage,
 )
+from components.preflight.engines import check_engines
 from components.step import Step, run_step
 from components.tracking.manifest import build_manifest, manifest_bytes, manifest_tags
 from components.tracking.run import Tracker, open_run, tracking_uri
@@ -34,11 +35,12 @@ def preflight(step: Step) -> None:
             print(f"note: {note}", flush=True)
         check_disk(config, step.layout.scratch)
         check_redis(config)
+    sglang = check_engines(config, stack, hardware)
     check_storage(step.layout)
     check_checkpoint(config, step.parameters.get("checkpoint", ""))
 
     images = config.kubernetes.images or stack.images
-    manifest = build_manifest(config, images=images.model_dump())
+    manifest = build_manifest(config, images=images.model_dump(), engine={"sglang": sglang} if sglang else {})
     text = manifest_bytes(manifest)
     run_id = open_run(config, {**manifest_tags(manifest), "hardware": hardware.name})
     tracker = Tracker(tracking_uri(config), run_id)

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from components.experience.audit import Audit, audit
-from components.experience.experience import Experience, wait_until_loaded
+from components.experience.connection import wait_until_loaded
+from components.experience.experience import Experience
 from components.report.page import build_report
 from components.rl_loop.journal import Journal
 from components.rl_loop.processes import RoleProcesses

@@ -90,12 +90,14 @@ class LoopObjects:
     def _jobset(self) -> Object:
         settings = self.settings
         gang = settings.train.nodes > 1
+        # Only a collective transfer needs torch there.
+        broadcast = self.images.train if self.config.collective else self.images.control
         jobs = [
             self._job(
                 "train", self.images.train, settings.train, restarts=0 if gang else self.config.loop.max_restarts
             ),
             self._job("reward", self.images.control, settings.reward, restarts=self.config.loop.max_restarts),
-            self._job("broadcast", self.images.control, settings.broadcast, restarts=self.config.loop.max_restarts),
+            self._job("broadcast", broadcast, settings.broadcast, restarts=self.config.loop.max_restarts),
         ]
         if settings.exclusive_topology:
             topology = {"alpha.jobset.sigs.k8s.io/exclusive-topology": settings.exclusive_topology}

@@ -24,7 +24,7 @@ class ProgressWatch:
         self.experience = experience
         self._last_words = last_words
         self._progress: tuple[int, ...] = ()
-        self._moved = time.monotonic()
+        self._moved = self._serving = time.monotonic()
 
     def note(self, progress: tuple[int, ...], waiting: bool = False) -> None:
         """Note the run's progress.
@@ -36,10 +36,16 @@ class ProgressWatch:
         Raises:
             ServiceGone: nothing has moved for `loop.no_progress_s` seconds; names the role that stopped.
         """
-        limit = self.config.loop.no_progress_s
+        limit, now = self.config.loop.no_progress_s, time.monotonic()
+        if self.config.rollout.engine == "sglang" and not self.experience.held_versions():
+            # Servers that start take their own time; the clock of the groups begins once one serves.
+            if now - self._serving < limit + self.config.sglang.ready_s:
+                waiting = True
+        else:
+            self._serving = now
         if progress != self._progress or waiting:
-            self._progress, self._moved = progress, time.monotonic()
-        elif time.monotonic() - self._moved > limit:
+            self._progress, self._moved = progress, now
+        elif now - self._moved > limit:
             role, why = self._stopped()
             raise ServiceGone(
                 f"no progress for {limit:.0f} s: {role} stopped ({why}); its last words: {self._last_words(role)}"

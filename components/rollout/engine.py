@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from components.broadcast.session import Session
-from components.experience.experience import Target
+from components.experience.deliveries import Target
 from components.experience.group import FinishReason, Span
 from configs.failure import Failure
 
@@ -62,14 +62,46 @@ class Completion(msgspec.Struct):
         """A completion without tokens yet."""
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), [])
 
-    def before(self, version: int) -> Completion:
-        """The tokens sampled with versions older than `version`, as a running completion."""
-        kept = [span for span in self.spans if span.version < version]
-        end = kept[-1].end if kept else 0
+    def until(self, end: int) -> Completion:
+        """The first `end` tokens, as a running completion."""
         experts = None if self.routed_experts is None else self.routed_experts[:end]
-        if end == len(self.tokens):
-            return msgspec.structs.replace(self)
-        return Completion(self.tokens[:end], self.logprobs[:end], kept, None, experts)
+        spans = [Span(one.version, one.start, min(one.end, end)) for one in self.spans if one.start < end]
+        return Completion(self.tokens[:end], self.logprobs[:end], spans, None, experts)
+
+
+def extended(
+    begun: Completion,
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    spans: list[Span],
+    finish: FinishReason | None,
+    routed_experts: np.ndarray | None = None,
+) -> Completion:
+    """A completion with the tokens that were sampled after those it had.
+
+    Args:
+        tokens: [T] integers.
+        logprobs: [T] floats.
+        spans: Cover the T new tokens, counted from 0.
+        routed_experts: int16 [T, layers, top-k] of the new tokens.
+    """
+    have = len(begun.tokens)
+    joined = [Span(span.version, span.start + have, span.end + have) for span in spans]
+    if begun.spans and joined and begun.spans[-1].version == joined[0].version:
+        joined[0] = Span(joined[0].version, begun.spans[-1].start, joined[0].end)
+    kept = begun.spans[:-1] if len(joined) and begun.spans and joined[0].start < have else begun.spans
+    experts = routed_experts
+    if routed_experts is not None and have:
+        earlier = begun.routed_experts
+        blank = np.full((have, *routed_experts.shape[1:]), -1, np.int16)
+        experts = np.concatenate([blank if earlier is None else earlier, routed_experts])
+    return Completion(
+        np.concatenate([begun.tokens, tokens]).astype(np.int32),
+        np.concatenate([begun.logprobs, logprobs]).astype(np.float32),
+        [*kept, *joined],
+        finish,
+        experts,
+    )
 
 
 class Request(msgspec.Struct, frozen=True):

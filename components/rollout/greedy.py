@@ -40,19 +40,29 @@ class GreedyScorer:
         Raises:
             BadConfig: no verification at all succeeded.
         """
-        jobs: list[Job] = []
+        completions: list[list[int]] = []
+        finishes: list[str] = []
         for start in range(0, len(rows), PROMPTS_A_CALL):
-            asked = rows[start : start + PROMPTS_A_CALL]
-            prompts = [self.tokenizer.encode(row.prompt).ids for row in asked]
+            prompts = self.prompts(rows[start : start + PROMPTS_A_CALL])
             made = engine.generate(prompts, max_new_tokens=self.config.rollout.max_new_tokens, greedy=True)
-            texts = self.tokenizer.decode_batch(
-                [made.tokens[number, : made.lengths[number]].tolist() for number in range(len(asked))]
-            )
-            finishes = ["stop" if done else "length" for done in made.finished]
-            jobs += [
-                Job([Completion(text, finish)], row.answer)
-                for text, finish, row in zip(texts, finishes, asked, strict=True)
-            ]
+            completions += [made.tokens[number, : made.lengths[number]].tolist() for number in range(len(prompts))]
+            finishes += ["stop" if done else "length" for done in made.finished]
+        return self.judge(rows, completions, finishes)
+
+    def prompts(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Token ids of the rows' prompts."""
+        return [self.tokenizer.encode(row.prompt).ids for row in rows]
+
+    def judge(self, rows: Sequence[Row], completions: list[list[int]], finishes: list[str]) -> Scores:
+        """Verify one completion a row.
+
+        Raises:
+            BadConfig: no verification at all succeeded.
+        """
+        texts = self.tokenizer.decode_batch(completions)
+        jobs = [
+            Job([Completion(text, finish)], row.answer) for text, finish, row in zip(texts, finishes, rows, strict=True)
+        ]
         verdicts = self._pool.verify(jobs)
         if all(verdict.failed for verdict in verdicts):
             raise BadConfig(
@@ -60,7 +70,7 @@ class GreedyScorer:
                 f" the last because {verdicts[-1].sentence}; mend the verifier"
             )
         rewards = [verdict.rewards[0] if verdict.rewards else 0.0 for verdict in verdicts]
-        return Scores([job.completions[0].text for job in jobs], np.array(rewards))
+        return Scores(texts, np.array(rewards))
 
     def close(self) -> None:
         """End the verifier's processes."""

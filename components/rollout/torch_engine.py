@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from components.rollout.torch_policy import Cache, TorchPolicy
+from components.weights.geometry import Geometry
 from components.weights.policy import PAD
 from configs.failure import BadData
 
@@ -29,14 +30,21 @@ class Generation(NamedTuple):
     """bool [N]: whether the end-of-sequence token was reached (otherwise the completion was cut)."""
 
 
+class Sampling(NamedTuple):
+    """How tokens are chosen."""
+
+    temperature: float = 1.0
+    """Divides the logits; ignored when greedy."""
+    greedy: bool = False
+    seed: int = 0
+
+
 class TorchEngine:
     """Generates completions with a `TorchPolicy`."""
 
     def __init__(self, policy: TorchPolicy) -> None:
         self.policy = policy
-        self._ends = torch.tensor(policy.geometry.eos_ids)
 
-    @torch.inference_mode()
     def generate(
         self,
         prompts: list[list[int]],
@@ -58,45 +66,122 @@ class TorchEngine:
         Raises:
             BadData: a prompt is empty, holds a token outside the vocabulary, or leaves no room for the completion.
         """
-        self._check(prompts, max_new_tokens)
+        check_prompts(self.policy.geometry, prompts, max_new_tokens)
+        limits = [max_new_tokens] * (len(prompts) * group_size)
+        batch = Batch(self.policy, prompts, group_size, limits, Sampling(temperature, greedy, seed))
+        while batch.running:
+            batch.step()
+        return batch.result()
+
+
+def check_prompts(geometry: Geometry, prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Refuse prompts that the policy cannot complete.
+
+    Raises:
+        BadData: a prompt is empty, holds a token outside the vocabulary, or leaves no room for the completion.
+    """
+    for number, prompt in enumerate(prompts):
+        if not prompt or min(prompt) < 0 or max(prompt) >= geometry.vocab_size:
+            raise BadData(f"prompt {number}: is empty or holds a token outside 0…{geometry.vocab_size - 1}")
+        if len(prompt) + max_new_tokens > geometry.max_position_embeddings:
+            raise BadData(
+                f"prompt {number}: {len(prompt)} tokens and {max_new_tokens} new ones exceed the context of"
+                f" {geometry.max_position_embeddings}; shorten the prompt or lower rollout.max_new_tokens"
+            )
+
+
+class Batch:
+    """Completions that are generated together, one token a step.
+
+    Args:
+        policy: Generates them.
+        prompts: Token ids, of any lengths.
+        group_size: Completions a prompt.
+        limits: Tokens that each completion may have [N].
+        sampling: How tokens are chosen.
+
+    Attributes:
+        tokens: int64 [N, T], rows of one prompt together (N = prompts x group size).
+        logprobs: float32 [N, T].
+        columns: Tokens that every running row has by now.
+        running: Whether a row still runs.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        policy: TorchPolicy,
+        prompts: list[list[int]],
+        group_size: int,
+        limits: list[int],
+        sampling: Sampling,
+    ) -> None:
+        self._policy = policy
+        self._sampling = sampling
+        self._limit = max(limits)
+        self._limits = torch.tensor(limits)
+        self._random = torch.Generator().manual_seed(sampling.seed)
+        self.ends = torch.tensor(policy.geometry.eos_ids)
+        self._prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        rows = len(self._prompts)
+        self.tokens = torch.zeros(rows, self._limit, dtype=torch.long)
+        self.logprobs = torch.zeros(rows, self._limit)
+        self.columns = 0
+        self.running = self._limit > 0
+        self._live = torch.arange(rows)
+        self._logits: torch.Tensor
+        self._cache: Cache
+        self._pads: torch.Tensor | None
+        self._width: int
+        self._fill(prompts, group_size)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Sample the next token of every running row."""
+        live, step = self._live, self.columns
+        chosen, chosen_logprobs = _choose(self._logits, self._sampling, self._random)
+        self.tokens[live, step], self.logprobs[live, step] = chosen, chosen_logprobs
+        self.columns += 1
+        # A row that finished but was not yet compacted away goes on; what it draws is cut off at the end.
+        full = self._limits[live] <= self.columns
+        running = ~(torch.isin(self.tokens[live, : step + 1], self.ends).any(1) | full)
+        count = int(running.sum())
+        if count == 0:
+            self.running = False
+            return
+        # A full row must go: its next position may lie outside the context.
+        if count < COMPACT_BELOW * live.numel() or bool(full.any()):
+            self._live, chosen = live[running], chosen[running]
+            self._cache = [(keys[running], values[running]) for keys, values in self._cache]
+            self._pads = self._pads[running] if self._pads is not None else None
+        self._logits = self._policy.forward(chosen[:, None], self._cache, self._width + step, self._pads)
+
+    @torch.inference_mode()
+    def refill(self) -> None:
+        """Compute keys, values and the next token's logits anew, with the policy as it is now."""
+        if self.running:
+            so_far = [self._prompts[row] + self.tokens[row, : self.columns].tolist() for row in self._live.tolist()]
+            self._fill(so_far, 1)
+
+    def result(self) -> Generation:
+        """What there is by now; a row that was cut has all its columns."""
+        return _trimmed(
+            self.tokens[:, : self.columns].numpy(), self.logprobs[:, : self.columns].numpy(),
+            self.ends.numpy(), np.minimum(self._limits.numpy(), self.columns),
+        )  # fmt: skip
+
+    def _fill(self, prompts: list[list[int]], group_size: int) -> None:
+        """Prefill every prompt once, for all rows that share it."""
         width = max(map(len, prompts))
         pad = torch.tensor([width - len(prompt) for prompt in prompts])
         ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
         padded = bool(pad.any())
-        prefill = self.policy.new_cache(len(prompts), width)
-        logits = self.policy.forward(ids, prefill, 0, pad if padded else None).repeat_interleave(group_size, 0)
-        cache = _widened(prefill, group_size, width + max_new_tokens)
-        pads = pad.repeat_interleave(group_size) if padded else None
-        rows = len(prompts) * group_size
-        tokens = torch.zeros(rows, max_new_tokens, dtype=torch.long)
-        logprobs = torch.zeros(rows, max_new_tokens)
-        random = torch.Generator().manual_seed(seed)
-        live = torch.arange(rows)
-        for step in range(max_new_tokens):
-            chosen, chosen_logprobs = _choose(logits, temperature, greedy, random)
-            tokens[live, step], logprobs[live, step] = chosen, chosen_logprobs
-            # A row that finished but was not yet compacted away goes on; what it draws is cut off below.
-            running = ~torch.isin(tokens[live, : step + 1], self._ends).any(1)
-            count = int(running.sum())
-            if count == 0 or step == max_new_tokens - 1:
-                break
-            if count < COMPACT_BELOW * live.numel():
-                live, chosen = live[running], chosen[running]
-                cache = [(keys[running], values[running]) for keys, values in cache]
-                pads = pads[running] if pads is not None else None
-            logits = self.policy.forward(chosen[:, None], cache, width + step, pads)
-        return _trimmed(tokens.numpy(), logprobs.numpy(), self._ends.numpy())
-
-    def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
-        geometry = self.policy.geometry
-        for number, prompt in enumerate(prompts):
-            if not prompt or min(prompt) < 0 or max(prompt) >= geometry.vocab_size:
-                raise BadData(f"prompt {number}: is empty or holds a token outside 0…{geometry.vocab_size - 1}")
-            if len(prompt) + max_new_tokens > geometry.max_position_embeddings:
-                raise BadData(
-                    f"prompt {number}: {len(prompt)} tokens and {max_new_tokens} new ones exceed the context of"
-                    f" {geometry.max_position_embeddings}; shorten the prompt or lower rollout.max_new_tokens"
-                )
+        prefill = self._policy.new_cache(len(prompts), width)
+        logits = self._policy.forward(ids, prefill, 0, pad if padded else None)
+        self._logits = logits.repeat_interleave(group_size, 0)
+        self._cache = _widened(prefill, group_size, width + self._limit - self.columns)
+        self._pads = pad.repeat_interleave(group_size) if padded else None
+        self._width = width - self.columns
 
 
 def _widened(prefill: Cache, group_size: int, columns: int) -> Cache:
@@ -113,20 +198,22 @@ def _widened(prefill: Cache, group_size: int, columns: int) -> Cache:
     return wide
 
 
-def _choose(
-    logits: torch.Tensor, temperature: float, greedy: bool, random: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens [N] and their log-probabilities [N]; sampling by the Gumbel-max trick."""
-    logprobs = F.log_softmax(logits if greedy else logits / temperature, -1)
-    scores = logprobs if greedy else logprobs - torch.empty_like(logprobs).exponential_(generator=random).log_()
+    logprobs = F.log_softmax(logits if sampling.greedy else logits / sampling.temperature, -1)
+    scores = (
+        logprobs if sampling.greedy else logprobs - torch.empty_like(logprobs).exponential_(generator=random).log_()
+    )
     chosen = scores.argmax(-1)
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
-def _trimmed(tokens: np.ndarray, logprobs: np.ndarray, ends: np.ndarray) -> Generation:
-    """Cut each row after its first end-of-sequence token."""
+def _trimmed(tokens: np.ndarray, logprobs: np.ndarray, ends: np.ndarray, limits: np.ndarray) -> Generation:
+    """Cut each row after its first end-of-sequence token, or at its limit."""
     ended = (tokens[..., None] == ends).any(-1)
+    # A full row's further columns are zeros or draws that count for nothing.
+    ended &= np.arange(tokens.shape[1]) < limits[:, None]
     finished = ended.any(axis=1)
-    lengths = np.where(finished, ended.argmax(1) + 1, tokens.shape[1]).astype(np.int32)
+    lengths = np.where(finished, ended.argmax(1) + 1, limits).astype(np.int32)
     keep = np.arange(tokens.shape[1]) < lengths[:, None]
     return Generation((tokens * keep).astype(np.int32), (logprobs * keep).astype(np.float32), lengths, finished)

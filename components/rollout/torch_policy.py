@@ -35,6 +35,7 @@ class TorchPolicy:
     def __init__(self, geometry: Geometry, fused: dict[str, torch.Tensor]) -> None:
         self.geometry = geometry
         self.tensors = checkpoint_views(fused)
+        self._dtype = torch.float32
         self._p = fused
         self._head = fused.get("lm_head.weight", fused["model.embed_tokens.weight"])
         positions = torch.arange(geometry.max_position_embeddings, dtype=torch.float32)
@@ -89,6 +90,11 @@ class TorchPolicy:
                 )
         for name, tensor in self.tensors.items():
             tensor.copy_(stored[name])
+        self._dtype = next(iter(stored.values())).dtype
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The parameters in the type they were loaded in, which the float32 in memory holds exactly."""
+        return {name: tensor.to(self._dtype) for name, tensor in self.tensors.items()}
 
     def new_cache(self, rows: int, columns: int) -> Cache:
         """An empty cache for `rows` sequences of up to `columns` tokens."""

@@ -48,7 +48,11 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def build_manifest(
-    config: RunConfig, *, ir: Path | None = None, images: Mapping[str, str] | None = None
+    config: RunConfig,
+    *,
+    ir: Path | None = None,
+    images: Mapping[str, str] | None = None,
+    engine: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Everything that identifies the build of this run.
 
@@ -56,6 +60,7 @@ def build_manifest(
         config: Names the stack; its own digest is kept.
         ir: The compiled pipeline, if this process can see it; else `TANDEM_IR_SHA256` is taken.
         images: Image references by kind (`control`, `train`).
+        engine: Versions of packages that generation has in an environment of its own.
 
     Returns:
         JSON-compatible values; `manifest_bytes` writes them, `manifest_digest` is their digest.
@@ -68,7 +73,7 @@ def build_manifest(
         "images": dict(images or {}),
         "ir": {"sha256": _file_sha256(ir) if ir else os.environ.get("TANDEM_IR_SHA256")},
         "lock": {"sha256": _file_sha256(ROOT / "requirements.lock")},
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES} | dict(engine or {}),
         "python": platform.python_version(),
         "stack": {"name": config.stack, "sha256": _file_sha256(stack)},
         "transport": _transport(),

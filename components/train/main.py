@@ -98,7 +98,7 @@ class TrainingRole:
         """Put the policy into the weights store and announce it; returns its digest."""
         manifest = self.weights.publish(self.trainer.step, checkpoint_tensors(self.trainer.model))
         self.role.experience.announce(manifest.version, manifest.digest)
-        self.weights.prune(manifest.version, self.role.config.weights.keep)
+        self.weights.prune(manifest.version, self.role.config.weights.keep, self.role.experience.held_versions())
         return manifest.digest
 
     def _checkpoint(self) -> None:

@@ -16,6 +16,7 @@ from components.rl_loop.objects import JOBSET, LEADER_WORKER_SET
 from components.step import read_marker
 from components.storage.layout import RunLayout
 from components.train.catalogue import latest_checkpoint
+from components.weights.store import open_weights
 from configs.run import RUNS, RunConfig, load_run
 from tests.cluster.api import wait_for
 from tests.pipelines.command import ROOT, Outcome, tandem
@@ -99,8 +100,7 @@ class Site:
 
     def versions(self, run: str) -> list[int]:
         """Versions in the weights store."""
-        keys = self.layout(run).store.child("weights").list()
-        return sorted({int(key[1:7]) for key in keys if key.endswith("_digests.json")})
+        return open_weights(self.layout(run)).versions()
 
     def wait_for_version(self, run: str, version: int) -> None:
         """Wait until training has published a version."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from configs.document import validated
 from configs.failure import BadConfig
 from configs.run import RUNS, RunConfig, load_run
 
@@ -100,6 +103,25 @@ def test_committed_files_load_and_survive_the_trip(file: Path, tmp_path: Path) -
     assert RunConfig.from_json(text) == config
     (tmp_path / "resolved.yaml").write_text(config.to_yaml())
     assert load_run(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"sglang": {"urls": ["http://a:1"], "service": "s:1"}}, "urls and service are both set"),
+        ({"sglang": {"urls": ["http://a:1"]}, "rollout": {"workers": 2}}, "names 1 servers for 2 rollout workers"),
+        ({"sglang": {"urls": ["http://user:secret@a:1"]}}, "holds a user or a password"),
+        ({"sglang": {"tensor_parallel": 8, "data_parallel_attention": 3}}, "8 is not a multiple of"),
+        (
+            {"sglang": {"urls": ["http://a:1"]}, "loop": {"roles": "kubernetes"}, "storage": {"root": "s3://b/r"}},
+            "among pods give sglang.service",
+        ),
+    ],
+)
+def test_engines_that_cannot_be_had_are_refused(values: dict[str, Any], sentence: str) -> None:
+    given = {"name": "r", **values, "rollout": {"engine": "sglang", **values.get("rollout", {})}}
+    with pytest.raises(BadConfig, match=re.escape(sentence)):
+        validated(RunConfig, given, "r.yaml")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "nonsense"])

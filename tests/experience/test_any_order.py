@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from components.experience.audit import audit
-from components.experience.experience import Experience, Target, Ticket
+from components.experience.deliveries import Target
+from components.experience.experience import Experience, Ticket
 from components.experience.group import Group, Sample
 from components.experience.redis_server import RedisServer
 from components.storage.layout import RunLayout
@@ -76,6 +77,30 @@ class Loop(RuleBasedStateMachine):
         self.lost += [(ticket, self.held[worker]) for ticket in self.leased[worker]]
         self.leased[worker] = []
         self.experience.hand_back(worker)
+
+    @rule(worker=st.sampled_from("ab"))
+    def renew(self, worker: str) -> None:
+        """Of what a worker leased it loses only what another has by now, or has handed in."""
+        mine = self.leased[worker]
+        other = {ticket.group for ticket in self.leased["b" if worker == "a" else "a"]}
+        if mine:
+            own = self.experience.renew(worker, mine)
+            assert own <= {ticket.group for ticket in mine}
+            assert not own & other
+
+    @rule(worker=st.sampled_from("ab"))
+    def leave_unfinished(self, worker: str) -> None:
+        partial = [Sample.of(np.arange(1), np.zeros(1), self.held[worker], "abort")]
+        self.experience.keep([(ticket, partial) for ticket in self.leased[worker]])
+        self.kill_rollout(worker)
+
+    @invariant()
+    def partials_are_of_groups_that_still_run(self) -> None:
+        if not hasattr(self, "experience"):
+            return
+        redis, key = self.experience.redis, self.experience.key
+        stages = redis.hgetall(key("state"))
+        assert all(stages.get(group) == b"running" for group in redis.hkeys(key("partials")))
 
     @rule()
     def the_dead_hand_in_after_all(self) -> None:

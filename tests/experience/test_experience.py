@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from components.experience.audit import audit
-from components.experience.experience import Delivered, Experience, Target, wait_until_loaded
+from components.experience.connection import wait_until_loaded
+from components.experience.deliveries import Target
+from components.experience.experience import Delivered, Experience
 from components.experience.group import Group
 from components.experience.redis_server import RedisServer
 from components.storage.layout import RunLayout
@@ -294,3 +296,35 @@ def test_the_holder_of_the_most_tickets_is_named(make_experience: Make, prove: P
     experience.lease("few", prove(experience, "few"), 1)
     experience.lease("many", prove(experience, "many"), 3)
     assert experience.holder() == "many"
+
+
+def test_a_renewed_lease_begins_anew_and_one_that_another_has_is_not_taken_back(
+    make_experience: Make, prove: Prove
+) -> None:
+    experience = make_experience()
+    first = experience.lease("a", prove(experience, "a"), 2)
+    groups = {ticket.group for ticket in first}
+    held = prove(experience, "b")
+    experience.hand_back("a")  # as if the whole lease had passed
+    assert experience.renew("a", first) == groups
+    assert not groups & {ticket.group for ticket in experience.lease("b", held, 100)}
+    experience.hand_back("a")
+    assert groups == {ticket.group for ticket in experience.lease("b", held, 100)}
+    assert experience.renew("a", first) == set()
+
+
+def test_a_partial_generation_goes_to_whoever_leases_the_group_next(
+    make_experience: Make, prove: Prove, make_group: MakeGroup
+) -> None:
+    experience = make_experience()
+    held = prove(experience, "a")
+    ticket = experience.lease("a", held, 1)[0]
+    assert ticket.partial is None
+    partial = make_group(ticket.group).samples
+    experience.keep([(ticket, partial)])
+    experience.hand_back("a")
+    again = experience.lease("b", prove(experience, "b"), 1)[0]
+    assert (again.group, again.partial) == (ticket.group, partial)
+    experience.hand_in([(again, make_group(again.group))])
+    experience.keep([(ticket, partial)])  # too late: it is no longer running
+    assert not experience.redis.exists(experience.key("partials"))

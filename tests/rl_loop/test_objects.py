@@ -128,3 +128,11 @@ def test_images_come_from_the_configuration_or_the_stack() -> None:
     from_stack = objects_of({"kubernetes": {"images": None}})
     assert isinstance(from_stack.images, Images)
     assert "train" in pods_of(from_stack)[0]["spec"]["containers"][0]["image"]
+
+
+@pytest.mark.parametrize(("transfer", "image"), [("pull", "control"), ("collective", "train")])
+def test_broadcast_has_torch_only_where_it_sends(transfer: str, image: str) -> None:
+    values = {"rollout": {"engine": "sglang"}, "weights": {"transfer": transfer}}
+    jobs = objects_of(values).jobset()["spec"]["replicatedJobs"]
+    images = {job["name"]: job["template"]["spec"]["template"]["spec"]["containers"][0]["image"] for job in jobs}
+    assert images["broadcast"].startswith(f"r/{image}@")

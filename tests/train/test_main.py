@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from components.experience.audit import audit
-from components.experience.experience import Experience, Target
+from components.experience.deliveries import Target
+from components.experience.experience import Experience
 from components.experience.redis_server import RedisServer
 from components.role import Inputs, Role
 from components.train.main import TrainingRole

@@ -1,5 +1,5 @@
 -- Lease tickets to a rollout worker: lapsed ones first, then new ones while the staleness bound has room.
--- KEYS: counters, state, tickets, verified
+-- KEYS: counters, state, tickets, verified, partials
 -- ARGV: worker, limit, version, digest, batch groups B, max staleness, steps, lease (ms)
 local proof = redis.call('HGET', KEYS[4], ARGV[1])
 if proof ~= ARGV[3] .. ':' .. ARGV[4] then
@@ -15,7 +15,7 @@ for _, pending in ipairs(redis.call('XPENDING', KEYS[3], 'rollout', 'IDLE', ARGV
   if entry and tonumber(entry[2][4]) <= version then
     redis.call('XCLAIM', KEYS[3], 'rollout', ARGV[1], 0, pending[1], 'JUSTID')
     redis.call('HINCRBY', KEYS[1], 'reclaimed', 1)
-    out[#out + 1] = {entry[1], entry[2][2]}
+    out[#out + 1] = {entry[1], entry[2][2], redis.call('HGET', KEYS[5], entry[2][2]) or ''}
   end
 end
 local counted = redis.call('HMGET', KEYS[1], 'issued', 'dropped')
@@ -31,6 +31,6 @@ for _ = 1, fresh do
 end
 if fresh > 0 then
   local read = redis.call('XREADGROUP', 'GROUP', 'rollout', ARGV[1], 'COUNT', fresh, 'STREAMS', KEYS[3], '>')
-  for _, entry in ipairs(read[1][2]) do out[#out + 1] = {entry[1], entry[2][2]} end
+  for _, entry in ipairs(read[1][2]) do out[#out + 1] = {entry[1], entry[2][2], ''} end
 end
 return out

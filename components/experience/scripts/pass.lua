@@ -1,5 +1,5 @@
 -- Pass groups from one stage to the next, each exactly once however often it is passed.
--- KEYS: counters, state, source stream, target stream
+-- KEYS: counters, state, source stream, target stream, partials
 -- ARGV: source consumer group, stage it must be in, stage it enters, then (entry, group, oldest version, payload) a group
 local passed = 0
 for i = 4, #ARGV, 4 do
@@ -9,6 +9,7 @@ for i = 4, #ARGV, 4 do
     redis.call('XDEL', KEYS[3], entry)
     redis.call('XADD', KEYS[4], '*', 'g', group, 'v', ARGV[i + 2], 'p', ARGV[i + 3])
     redis.call('HSET', KEYS[2], group, ARGV[3])
+    redis.call('HDEL', KEYS[5], group)
     passed = passed + 1
   end
 end

@@ -1,0 +1,230 @@
+"""The `torch` engine behind the engine contract: groups that are asked for together are generated as one batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from components.experience.deliveries import Target
+from components.experience.group import FinishReason, Span
+from components.rollout.engine import (
+    Collective,
+    Completion,
+    EngineBroken,
+    Health,
+    Held,
+    Pull,
+    Request,
+    State,
+    UpdateMode,
+    extended,
+)
+from components.rollout.torch_engine import Batch, Generation, Sampling, check_prompts
+from components.rollout.torch_policy import TorchPolicy
+from components.weights.store import digest_of, fingerprint
+from configs.failure import BadData
+
+TOKENS_A_LOOK = 16
+"""Tokens between looks at unfinished completions."""
+
+
+class Asked:
+    """A request on its way through a batch."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.completions = [msgspec.structs.replace(one) for one in request.begun]
+        self.rows = [index for index, one in enumerate(request.begun) if one.finish is None]
+        self.aborted = False
+        self.ended = False
+        self.changed = asyncio.Event()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no completion has a token yet, so that the prompt is computed once for all."""
+        return len(self.rows) == len(self.request.begun) and not any(one.tokens.size for one in self.request.begun)
+
+
+class InProcessEngine:
+    """Generates with a `TorchPolicy` in the worker's own process and event loop."""
+
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.policy = policy
+        self._label = ""
+        self._version = -1
+        self._going = asyncio.Event()
+        self._going.set()
+        self._mode: UpdateMode | None = None
+        self._queue: list[Asked] = []
+        self._batch: list[Asked] = []
+        self._driver: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Nothing is started: the policy is there."""
+
+    async def close(self) -> None:
+        """End the batch that runs."""
+        if self._driver is not None:
+            self._driver.cancel()
+
+    async def generate(self, request: Request) -> AsyncIterator[list[Completion]]:
+        """See `Engine.generate`; all groups of a batch end together."""
+        asked = Asked(request)
+        if not asked.rows:
+            yield asked.completions
+            return
+        self._check(asked)
+        self._queue.append(asked)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            while not asked.ended:
+                await self._wait(asked)
+                yield list(asked.completions)
+        finally:
+            asked.aborted = True
+
+    async def abort(self, group: int | None = None) -> None:
+        """See `Engine.abort`."""
+        for asked in (*self._queue, *self._batch):
+            if group in (None, asked.request.group):
+                asked.aborted = True
+
+    async def pause(self, mode: UpdateMode) -> None:
+        """See `Engine.pause`."""
+        self._mode = mode
+        self._going.clear()
+        if mode == "abort":
+            await self.abort()
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._mode = None
+        self._going.set()
+
+    async def load(self, target: Target, source: Pull | Collective, mode: UpdateMode) -> None:
+        """Copy a version's tensors into the policy; one that does not fit leaves the policy as it was.
+
+        Raises:
+            BadData: the folder cannot be read, or holds other tensors.
+        """
+        if not isinstance(source, Pull):
+            raise EngineBroken("the torch engine is in no process group; set weights.transfer to pull")
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(source.folder.glob("*.safetensors")):
+            try:
+                tensors |= load_file(file)
+            except (OSError, SafetensorError) as error:
+                raise BadData(f"{file}: version {target.version} cannot be read ({error})") from None
+        self.policy.load(tensors, str(source.folder))
+        self._label, self._version = target.label, target.version
+
+    async def held(self) -> Held:
+        """The digest of the policy's own memory."""
+        return Held(self._label, digest_of(fingerprint(self.policy.stored())))
+
+    async def health(self) -> Health:
+        """Always alive while the process is."""
+        return Health(State.READY if self._going.is_set() else State.PAUSED)
+
+    async def _wait(self, asked: Asked) -> None:
+        """Until there is something new; a driver that fell takes its requests along."""
+        assert self._driver is not None
+        changed = asyncio.create_task(asked.changed.wait())
+        await asyncio.wait((changed, self._driver), return_when=asyncio.FIRST_COMPLETED)
+        changed.cancel()
+        asked.changed.clear()
+        if not asked.ended and self._driver.done():
+            self._driver.result()
+
+    def _check(self, asked: Asked) -> None:
+        request = asked.request
+        for row in asked.rows:
+            begun = request.begun[row].tokens
+            check_prompts(self.policy.geometry, [request.prompt + begun.tolist()], request.max_new_tokens - len(begun))
+
+    async def _drive(self) -> None:
+        """Generate what was asked, batch after batch."""
+        while self._queue:
+            await self._going.wait()
+            self._batch, self._queue = self._queue, []
+            for asked in self._batch:
+                if asked.aborted:
+                    self._abort(asked)
+            batch = [asked for asked in self._batch if not asked.ended]
+            if batch:
+                await self._generate(batch)
+            self._batch = []
+
+    async def _generate(self, asked: list[Asked]) -> None:
+        batch, versions = self._begin(asked), []
+        while batch.running and not all(one.aborted for one in asked):
+            if not self._going.is_set():
+                again = self._mode == "retract"
+                await self._going.wait()
+                if again:
+                    batch.refill()
+            batch.step()
+            versions.append(self._version)
+            if batch.columns % TOKENS_A_LOOK == 0:
+                self._tell(asked, batch.result(), versions)
+            await asyncio.sleep(0)
+        if batch.columns:
+            self._tell(asked, batch.result(), versions)
+        for one in asked:
+            self._abort(one)
+
+    def _begin(self, asked: list[Asked]) -> Batch:
+        first = asked[0].request
+        groups = ",".join(str(one.request.group) for one in asked)
+        seed = xxhash.xxh3_64_intdigest(f"{first.seed}/{self._version}/{groups}".encode()) & (2**63 - 1)
+        sampling = Sampling(first.temperature, first.greedy, seed)
+        begun = [one.request.begun[row].tokens for one in asked for row in one.rows]
+        limits = [one.request.max_new_tokens for one in asked for _ in one.rows]
+        left = [limit - len(tokens) for limit, tokens in zip(limits, begun, strict=True)]
+        if all(one.fresh for one in asked) and len({len(one.rows) for one in asked}) == 1:
+            return Batch(self.policy, [one.request.prompt for one in asked], len(asked[0].rows), left, sampling)
+        prompts = [one.request.prompt for one in asked for _ in one.rows]
+        rows = [prompt + tokens.tolist() for prompt, tokens in zip(prompts, begun, strict=True)]
+        return Batch(self.policy, rows, 1, left, sampling)
+
+    def _tell(self, asked: list[Asked], made: Generation, versions: list[int]) -> None:
+        """Pass on what the batch has, and which completions are done."""
+        number = 0
+        for one in asked:
+            for row in one.rows:
+                length = int(made.lengths[number])
+                begun = one.request.begun[row]
+                full = len(begun.tokens) + length >= one.request.max_new_tokens
+                finish: FinishReason | None = "stop" if made.finished[number] else "length" if full else None
+                one.completions[row] = extended(
+                    begun,
+                    made.tokens[number, :length],
+                    made.logprobs[number, :length],
+                    spans_of(versions[:length]),
+                    finish,
+                )
+                number += 1
+            one.ended = all(completion.finish is not None for completion in one.completions)
+            one.changed.set()
+
+    def _abort(self, asked: Asked) -> None:
+        """End what still runs as aborted."""
+        for row in asked.rows:
+            if asked.completions[row].finish is None:
+                asked.completions[row].finish = "abort"
+        asked.ended = True
+        asked.changed.set()
+
+
+def spans_of(versions: list[int]) -> list[Span]:
+    """Runs of equal versions, one entry a token."""
+    changes = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)] if versions else []
+    return [Span(versions[start], start, end) for start, end in zip(changes, changes[1:], strict=False)]

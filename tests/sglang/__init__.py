@@ -1,0 +1,1 @@
+"""Tests with the real SGLang server: `make test-sglang`."""
