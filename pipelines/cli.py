@@ -203,9 +203,16 @@ def bench() -> None:
 @click.option("--group-size", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
-def bench_rollout(json_file: Path | None, prompts: int, group_size: int, max_new_tokens: int, rounds: int) -> None:
-    """The torch engine beside transformers' generate, same model, same prompts."""
-    from components.rollout.bench import measure
+@click.option("--engine", type=click.Choice(["torch", "sglang"]), default="torch", show_default=True)
+def bench_rollout(
+    json_file: Path | None, prompts: int, group_size: int, max_new_tokens: int, rounds: int, engine: str
+) -> None:
+    """An engine beside its reference, same model, same prompts: torch beside transformers' generate, SGLang's server driven
+    by the loop's engine beside the same server driven by SGLang's own benchmark."""
+    if engine == "sglang":
+        from components.rollout.sglang_bench import measure
+    else:
+        from components.rollout.bench import measure
 
     _figures(measure(prompts, group_size, max_new_tokens, rounds), json_file)
 
@@ -232,15 +239,39 @@ def bench_queue(json_file: Path | None, groups: int) -> None:
 )
 @click.option("--store", "store_uri", default="", metavar="URI", help="Pull from a shared store: s3://bucket/prefix.")
 @click.option("--checkpoint", default="", metavar="DIR", help="Policy the updates begin with; default: warm one up.")
+@click.option(
+    "--engine",
+    type=click.Choice(["torch", "sglang"]),
+    default="torch",
+    show_default=True,
+    help="sglang: also send versions to a real server, collectively, and measure its pauses.",
+)
+@click.option(
+    "--bucket-mib", type=click.IntRange(min=1), default=16, show_default=True, help="Message of a collective."
+)
 def bench_weights(
-    json_file: Path | None, mib: int, rounds: int, steps: int, place: Path | None, store_uri: str, checkpoint: str
+    json_file: Path | None,
+    mib: int,
+    rounds: int,
+    steps: int,
+    place: Path | None,
+    store_uri: str,
+    checkpoint: str,
+    engine: str,
+    bucket_mib: int,
 ) -> None:
     """A version published and pulled, whole and as a difference, beside a raw copy of its bytes."""
     from components.weights.bench import measure
 
     memory = Path("/dev/shm")
     place = place or (memory if memory.is_dir() else Path())
-    _figures(measure(mib, rounds, steps, place, store_uri, checkpoint), json_file)
+    figures: dict[str, Any] = {"collective_s": None, "pause_s": None}
+    figures |= measure(mib, rounds, steps, place, store_uri, checkpoint)
+    if engine == "sglang":
+        from components.broadcast.bench import measure as measure_collective
+
+        figures |= measure_collective(6, 512, rounds, bucket_mib)
+    _figures(figures, json_file)
 
 
 @bench.command("loop")

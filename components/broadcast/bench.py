@@ -61,9 +61,10 @@ def measure(layers: int, hidden: int, rounds: int, bucket_mib: int) -> dict[str,
         bucket_mib: Size of a message.
 
     Returns:
-        `memory_copy_s` and `copy_s` (the same bytes copied in memory, and broadcast in the same messages through a plain gloo
-        pair into another process), `collective_s` (into the server: received and loaded), `checksum_s`, `pause_s` (from
-        before the pause until after the resume, proof included), and for every mode the tokens that an update loses.
+        `collective_memory_copy_s` and `collective_copy_s` (the same bytes copied in memory, and broadcast in the same
+        messages through a plain gloo pair into another process), `collective_s` (into the server: received and loaded),
+        `checksum_s`, `pause_s` (from before the pause until after the resume, proof included), and for every mode the tokens
+        that an update loses.
     """
     config = RunConfig.model_validate(
         {
@@ -82,9 +83,10 @@ def measure(layers: int, hidden: int, rounds: int, bucket_mib: int) -> dict[str,
         bench = Update(config, start, Path(folder) / "sglang.log", versions)
         updates = asyncio.run(bench.measure(rounds))
     size = sum(tensor.nbytes for tensor in versions[0].values())
-    shape = {"bytes": size, "tensors": len(versions[0]), "messages": -(-size // (bucket_mib << 20)), "layers": layers,
-             "hidden": hidden, "experts": config.model.num_experts, "rounds": rounds}  # fmt: skip
-    ratios = {"ratio_collective": updates["collective_s"] / copies["copy_s"]}
+    shape = {"collective_bytes": size, "collective_tensors": len(versions[0]),
+             "collective_messages": -(-size // (bucket_mib << 20)), "layers": layers, "hidden": hidden,
+             "experts": config.model.num_experts, "in_flight": GROUPS * GROUP}  # fmt: skip
+    ratios = {"ratio_collective": updates["collective_s"] / copies["collective_copy_s"]}
     return shape | copies | updates | ratios
 
 
@@ -129,7 +131,7 @@ def _copies(tensors: dict[str, torch.Tensor], rounds: int, bucket: int) -> dict[
         finally:
             receiver.kill()
             receiver.wait()
-    return {"memory_copy_s": statistics.median(memory), "copy_s": statistics.median(network)}
+    return {"collective_memory_copy_s": statistics.median(memory), "collective_copy_s": statistics.median(network)}
 
 
 class Update:

@@ -24,7 +24,7 @@ class Broadcast:
     def __init__(self, role: Role) -> None:
         self.role = role
         self.store = open_weights(role.layout)
-        self.transfers = Transfers(role, self.store) if role.config.collective else None
+        self.transfers = Transfers(role, self.store, self._look) if role.config.collective else None
         self.current: Target | None = None
         self.offered: dict[int, str] = {}
         self._expected: dict[int, dict[str, str]] = {}
@@ -40,11 +40,15 @@ class Broadcast:
                     self.current = announced
                     self.offered[announced.version] = announced.digest
                     self._offer(announced)
-                if (report := experience.next_report(wait_s=0.01)) is not None:
-                    self._judge(report)
+                self._look()
         finally:
             if self.transfers is not None:
                 self.transfers.close()
+
+    def _look(self) -> None:
+        """Judge the next report, if one comes soon."""
+        if (report := self.role.experience.next_report(wait_s=0.01)) is not None:
+            self._judge(report)
 
     def _is_published(self, announced: Target) -> bool:
         """Whether the store holds what was announced, whole."""

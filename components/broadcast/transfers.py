@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from components.experience.deliveries import Target
+from components.experience.deliveries import Member, Target
 from components.role import Role
 from components.weights.store import WeightsStore
 from configs.failure import Failure
 
 if TYPE_CHECKING:
     from components.broadcast.collective import Sender
-
-LOOK_S = 0.01
 
 
 class Transfers:
@@ -24,10 +23,16 @@ class Transfers:
     engines that a transfer did not reach read the version from the store.
     """
 
-    def __init__(self, role: Role, store: WeightsStore) -> None:
+    def __init__(self, role: Role, store: WeightsStore, judge: Callable[[], None]) -> None:
+        """
+        Args:
+            judge: Looks at one report, should there be any: engines wait for verdicts before they stand by.
+        """
         self.role = role
         self.store = store
+        self._judge = judge
         self._sender: Sender | None = None
+        self._members: dict[str, Member] = {}
         self._formed = 0
 
     def carry(self, target: Target) -> bool:
@@ -70,8 +75,8 @@ class Transfers:
             self._sender.close()
             self._sender = None
 
-    def _standing_by(self, target: Target) -> dict[str, int]:
-        """Ranks of the engines that will take part; one that does not answer in time is left out from now on."""
+    def _standing_by(self, target: Target) -> dict[str, Member]:
+        """The engines that will take part; one that does not answer in time is left out from now on."""
         experience, limit = self.role.experience, self.role.config.weights.transfer_timeout_s
         if not experience.members():
             return {}
@@ -82,13 +87,13 @@ class Transfers:
             if members.keys() <= ready or time.monotonic() > end:
                 break
             self.role.check_leaving()
-            time.sleep(LOOK_S)
+            self._judge()
         self._leave_behind(target, dict.fromkeys(members.keys() - ready, f"was not ready within {limit:g} s"))
-        return {worker: ranks for worker, ranks in members.items() if worker in ready}
+        return {worker: member for worker, member in members.items() if worker in ready}
 
-    def _group(self, workers: dict[str, int]) -> Sender:
+    def _group(self, workers: dict[str, Member]) -> Sender:
         """The group of exactly these engines."""
-        if self._sender is None or self._sender.workers != workers:
+        if self._sender is None or self._members != workers or self._sender.lost:
             # Only here is torch needed: the image of a broadcast that does not send has none.
             from components.broadcast.collective import Sender
 
@@ -96,7 +101,9 @@ class Transfers:
             weights = self.role.config.weights
             self._formed += 1
             name = f"{self.role.config.name}-{int(time.time())}-{self._formed}"
-            self._sender = Sender(name, weights.collective_backend, self._address(), workers, weights.bucket_mib << 20)
+            self._members = workers
+            ranks = {worker: member.ranks for worker, member in workers.items()}
+            self._sender = Sender(name, weights.collective_backend, self._address(), ranks, weights.bucket_mib << 20)
         return self._sender
 
     def _address(self) -> str:

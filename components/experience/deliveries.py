@@ -39,6 +39,15 @@ class Order(NamedTuple):
     """The version the next collective transfer will carry: engines that will take part stand by, and go on generating."""
 
 
+class Member(NamedTuple):
+    """An engine that takes part in collective transfers."""
+
+    ranks: int
+    """Processes of its that receive weights."""
+    life: str
+    """Changes every time the engine is opened."""
+
+
 class Deliveries(RunRedis):
     """What training, broadcast and the engines tell one another of versions."""
 
@@ -72,22 +81,24 @@ class Deliveries(RunRedis):
         label, session, coming = self._do(self.redis.hmget, self.key("weights"), "target", "session", "coming")
         return Order(_target(label), msgspec.json.decode(session, type=Session) if session else None, _target(coming))
 
-    def enlist(self, worker: str, ranks: int) -> None:
+    def enlist(self, worker: str, life: str, ranks: int) -> None:
         """An engine is serving: the next collective transfer counts on it.
 
         Args:
+            life: Another one every time the engine is opened, since an engine that was opened anew is in no group.
             ranks: Processes of its that receive weights.
         """
-        self._do(self.redis.hset, self.key("members"), worker, ranks)
+        self._do(self.redis.hset, self.key("members"), worker, f"{ranks}:{life}")
 
     def discharge(self, worker: str) -> None:
         """An engine left, or was left behind: it takes part in no collective transfer until it is enlisted again."""
         self._do(self.redis.hdel, self.key("members"), worker)
 
-    def members(self) -> dict[str, int]:
-        """Ranks of every engine that takes part in collective transfers, by worker, in order of name."""
+    def members(self) -> dict[str, Member]:
+        """The engines that take part in collective transfers, by worker, in order of name."""
         found = self._do(self.redis.hgetall, self.key("members"))
-        return {name.decode(): int(ranks) for name, ranks in sorted(found.items())}
+        pairs = ((name.decode(), text.decode().partition(":")) for name, text in sorted(found.items()))
+        return {name: Member(int(ranks), life) for name, (ranks, _, life) in pairs}
 
     def stand_by(self, worker: str, target: Target) -> None:
         """An engine is ready to receive a version."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import httpx
 
-from components.rollout.sglang_flags import render
+from components.rollout.sglang_flags import check
 from components.rollout.sglang_server import find_python
 from configs.failure import BadConfig, ServiceGone
 from configs.hardware import HardwareProfile
@@ -31,7 +30,7 @@ def check_engines(config: RunConfig, stack: Stack, hardware: HardwareProfile) ->
     """
     if config.rollout.engine != "sglang":
         return ""
-    render(config.sglang, config.weights, hardware, stack, Path("start"))
+    check(config.sglang, config.weights, hardware, stack)
     if config.loop.roles == "kubernetes":
         return stack.sglang
     if config.sglang.urls:

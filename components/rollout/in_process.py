@@ -42,7 +42,6 @@ class Asked:
         self.request = request
         self.completions = [msgspec.structs.replace(one) for one in request.begun]
         self.rows = [index for index, one in enumerate(request.begun) if one.finish is None]
-        self.aborted = False
         self.ended = False
         self.changed = asyncio.Event()
 
@@ -61,9 +60,10 @@ class InProcessEngine:
         self._version = -1
         self._going = asyncio.Event()
         self._going.set()
-        self._mode: UpdateMode | None = None
+        self._retracted = False
         self._queue: list[Asked] = []
         self._batch: list[Asked] = []
+        self._made: tuple[Batch, list[int]] | None = None
         self._driver: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -89,24 +89,26 @@ class InProcessEngine:
                 await self._wait(asked)
                 yield list(asked.completions)
         finally:
-            asked.aborted = True
+            self._end(asked)
 
     async def abort(self, group: int | None = None) -> None:
         """See `Engine.abort`."""
-        for asked in (*self._queue, *self._batch):
-            if group in (None, asked.request.group):
-                asked.aborted = True
+        chosen = [one for one in (*self._queue, *self._batch) if group in (None, one.request.group)]
+        if self._made is not None and self._made[0].columns:
+            self._tell(*self._made)
+        for asked in chosen:
+            self._end(asked)
 
     async def pause(self, mode: UpdateMode) -> None:
         """See `Engine.pause`."""
-        self._mode = mode
         self._going.clear()
         if mode == "abort":
             await self.abort()
+        elif mode == "retract":
+            self._retracted = True
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
-        self._mode = None
         self._going.set()
 
     async def load(self, target: Target, source: Pull | Collective, mode: UpdateMode) -> None:
@@ -154,32 +156,31 @@ class InProcessEngine:
         """Generate what was asked, batch after batch."""
         while self._queue:
             await self._going.wait()
-            self._batch, self._queue = self._queue, []
-            for asked in self._batch:
-                if asked.aborted:
-                    self._abort(asked)
-            batch = [asked for asked in self._batch if not asked.ended]
-            if batch:
-                await self._generate(batch)
-            self._batch = []
+            self._batch, self._queue = [asked for asked in self._queue if not asked.ended], []
+            try:
+                if self._batch:
+                    await self._generate()
+            finally:
+                self._batch, self._made = [], None
 
-    async def _generate(self, asked: list[Asked]) -> None:
-        batch, versions = self._begin(asked), []
-        while batch.running and not all(one.aborted for one in asked):
-            if not self._going.is_set():
-                again = self._mode == "retract"
-                await self._going.wait()
-                if again:
-                    batch.refill()
+    async def _generate(self) -> None:
+        """Generate one batch to its end, or until everything in it was aborted."""
+        self._retracted = False
+        batch, versions = self._made = self._begin(self._batch), []
+        # The next token is drawn from what the weights of this version said.
+        version = self._version
+        while batch.running and not all(one.ended for one in self._batch):
+            await self._going.wait()
+            if self._retracted:
+                self._retracted = False
+                batch.refill()
+                version = self._version
+            versions.append(version)
             batch.step()
-            versions.append(self._version)
-            if batch.columns % TOKENS_A_LOOK == 0:
-                self._tell(asked, batch.result(), versions)
+            version = self._version
+            if batch.columns % TOKENS_A_LOOK == 0 or not batch.running:
+                self._tell(batch, versions)
             await asyncio.sleep(0)
-        if batch.columns:
-            self._tell(asked, batch.result(), versions)
-        for one in asked:
-            self._abort(one)
 
     def _begin(self, asked: list[Asked]) -> Batch:
         first = asked[0].request
@@ -195,33 +196,33 @@ class InProcessEngine:
         rows = [prompt + tokens.tolist() for prompt, tokens in zip(prompts, begun, strict=True)]
         return Batch(self.policy, rows, 1, left, sampling)
 
-    def _tell(self, asked: list[Asked], made: Generation, versions: list[int]) -> None:
+    def _tell(self, batch: Batch, versions: list[int]) -> None:
         """Pass on what the batch has, and which completions are done."""
-        number = 0
-        for one in asked:
+        made, number = batch.result(), 0
+        for one in self._batch:
             for row in one.rows:
-                length = int(made.lengths[number])
-                begun = one.request.begun[row]
-                full = len(begun.tokens) + length >= one.request.max_new_tokens
-                finish: FinishReason | None = "stop" if made.finished[number] else "length" if full else None
-                one.completions[row] = extended(
-                    begun,
-                    made.tokens[number, :length],
-                    made.logprobs[number, :length],
-                    spans_of(versions[:length]),
-                    finish,
-                )
+                if not one.ended:
+                    one.completions[row] = _continued(one.request, row, made, number, versions)
                 number += 1
-            one.ended = all(completion.finish is not None for completion in one.completions)
+            one.ended = one.ended or all(completion.finish is not None for completion in one.completions)
             one.changed.set()
 
-    def _abort(self, asked: Asked) -> None:
-        """End what still runs as aborted."""
+    def _end(self, asked: Asked) -> None:
+        """End what still runs of a request as aborted."""
         for row in asked.rows:
-            if asked.completions[row].finish is None:
+            if not asked.ended and asked.completions[row].finish is None:
                 asked.completions[row].finish = "abort"
         asked.ended = True
         asked.changed.set()
+
+
+def _continued(request: Request, row: int, made: Generation, number: int, versions: list[int]) -> Completion:
+    """A completion of a request with the tokens that row `number` of a batch has made."""
+    begun, length = request.begun[row], int(made.lengths[number])
+    full = len(begun.tokens) + length >= request.max_new_tokens
+    finish: FinishReason | None = "stop" if made.finished[number] else "length" if full else None
+    tokens, logprobs = made.tokens[number, :length], made.logprobs[number, :length]
+    return extended(begun, tokens, logprobs, spans_of(versions[:length]), finish)
 
 
 def spans_of(versions: list[int]) -> list[Span]:

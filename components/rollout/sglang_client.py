@@ -17,6 +17,8 @@ from components.broadcast.session import Described, Place
 
 CONTROL_S = 30.0
 """Seconds a short control call may take."""
+IDLE_S = 1.0
+"""Seconds a connection may be idle before it is closed."""
 LOOK_S = 3.0
 """Seconds a look at the server's state may take."""
 
@@ -137,8 +139,10 @@ class SGLangClient:
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # The server closes a connection that was idle for 5 s; one that is used at that moment breaks.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         self._http = aiohttp.ClientSession(
-            url, headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)
+            url, headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(None)
         )
 
     async def close(self) -> None:

@@ -56,12 +56,13 @@ class SGLangEngine:
         sampling: Sampling parameters beside those of a request (for measurements).
     """
 
-    def __init__(self, config: RunConfig, start: Path, log: Path, worker: str) -> None:
+    def __init__(self, config: RunConfig, start: Path, log: Path, worker: str, tokenizer: bool = False) -> None:
         """
         Args:
             start: Hugging Face folder of the policy the run starts from.
             log: File that takes the output of a server that is started here.
             worker: Name of the worker, `rollout-<number>`.
+            tokenizer: Whether a server that is started here also makes text (for measurements).
 
         Raises:
             BadConfig: the configuration asks for what the stack's SGLang or the hardware does not have.
@@ -78,7 +79,7 @@ class SGLangEngine:
         if config.sglang.urls or config.sglang.service:
             self._server = JoinedServer(config.sglang, worker)
         else:
-            launch = render(config.sglang, config.weights, load_hardware(config.hardware), stack, start)
+            launch = render(config.sglang, config.weights, load_hardware(config.hardware), stack, start, tokenizer)
             self.notes = launch.notes
             self._server = SGLangServer(config.sglang, launch, find_python(config.sglang), log)
         self._client: SGLangClient | None = None
@@ -86,6 +87,8 @@ class SGLangEngine:
         self._flights: set[Flight] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._serial = 0
+        self._session = ""
+        self._refused = False
         self._opening = False
         self._trouble = "it is not open"
         self._forget()
@@ -100,6 +103,11 @@ class SGLangEngine:
         self._session = ""
         self._progress = time.monotonic()
 
+    @property
+    def server(self) -> SGLangServer | JoinedServer:
+        """The server it generates with."""
+        return self._server
+
     async def open(self) -> None:
         """See `Engine.open`; opening it again restarts an own server, or waits for a joined one.
 
@@ -111,8 +119,11 @@ class SGLangEngine:
         try:
             await self._drop("the server is opened anew")
             self._forget()
-            self._client = await self._server.connect()
+            self._client = await self._reached()
             try:
+                # An update that broke off is still open, and would refuse the next one.
+                with suppress(ServerError):
+                    await self._client.end()
                 self._expected.check(
                     self._client.url, await self._client.server_info(), await self._client.model_info()
                 )
@@ -128,6 +139,20 @@ class SGLangEngine:
             self._spawn(self._look_after())
         finally:
             self._opening = False
+
+    async def _reached(self) -> SGLangClient:
+        """A connection to the server; one that lives and only refused a load is not started anew."""
+        kept, self._refused = self._refused, False
+        if kept and isinstance(self._server, SGLangServer) and self._server.alive:
+            client = SGLangClient(self._server.url, self._server.key)
+            try:
+                await client.server_info(LOOK_S)
+                await client.abort()
+                return client
+            except ServerError:
+                await client.close()
+        self._session = ""
+        return await self._server.connect()
 
     async def close(self) -> None:
         """See `Engine.close`; a joined server goes on, without the requests of this worker."""
@@ -297,10 +322,13 @@ class SGLangEngine:
                 limit = self._weights.transfer_timeout_s
                 self._session = await receive(client, source, target, self._worker, self._session, flush, limit)
         except ServerError as error:
+            self._refused = error.status == 400
             raise await self._broken(f"version {target.version} was not loaded: {error}") from None
         except asyncio.CancelledError:
             self._trouble = self._trouble or f"the load of version {target.version} was interrupted"
             raise
+        if isinstance(self._server, SGLangServer):
+            self._server.settled()
         self._held = target
         self._labels.add(target.label)
         self._extra_key = f"{secrets.token_hex(8)}:{target.label}"

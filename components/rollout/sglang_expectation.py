@@ -32,6 +32,11 @@ class Expectation:
         self._config = config
         self._stack = stack
         self._geometry = read_geometry(start / "config.json", str(start / "config.json"))
+        if self._geometry.tie_word_embeddings:
+            raise BadConfig(
+                f"{start}: its output layer is its embedding, which SGLang's Qwen3-MoE does not serve so; set rollout.engine"
+                " to torch, or give a checkpoint with an lm_head of its own"
+            )
         self._context = self._geometry.max_position_embeddings
         self.expert_shape = (self._geometry.num_hidden_layers, self._geometry.num_experts_per_tok)
         self.ranks = 1

@@ -22,7 +22,7 @@ SHIM = Path(__file__).resolve().parents[2] / "images" / "sglang_shim"
 """Folder that a server on a CPU needs first on its PYTHONPATH."""
 CPU_TOKENS = 20_000
 """Tokens whose keys and values a server on a CPU holds by default."""
-STREAM_INTERVAL = 32
+STREAM_INTERVAL = 64
 """Tokens of a completion between two of its partial results."""
 CONTEXT_KEPT_BACK = 8
 """Tokens of its context that SGLang leaves unused, rounded up: six behind an input, two behind a sequence."""
@@ -47,25 +47,26 @@ def uses_cpu(config: SGLangConfig, hardware: HardwareProfile) -> bool:
 
 
 def render(
-    config: SGLangConfig, weights: WeightsConfig, hardware: HardwareProfile, stack: Stack, folder: Path
+    config: SGLangConfig,
+    weights: WeightsConfig,
+    hardware: HardwareProfile,
+    stack: Stack,
+    folder: Path,
+    tokenizer: bool = False,
 ) -> Launch:
     """The server of one rollout worker.
 
     Args:
         folder: Hugging Face folder of the policy it starts with.
+        tokenizer: Whether the server also turns tokens into text, which a worker has no use for.
 
     Raises:
         BadConfig: the stack's SGLang has no such choice, the hardware not so many GPUs, or options contradict.
     """
     cpu = uses_cpu(config, hardware)
-    for objection in (
-        *_of_version(config, weights, stack),
-        *_of_shape(config, hardware, cpu),
-        *_of_experts(config, stack, cpu),
-    ):
-        raise BadConfig(objection)
+    check(config, weights, hardware, stack)
     arguments = [
-        "--model-path", str(folder), "--dtype", weights.dtype, "--skip-tokenizer-init",
+        "--model-path", str(folder), "--dtype", weights.dtype, *([] if tokenizer else ["--skip-tokenizer-init"]),
         _increments(stack), "--stream-interval", str(STREAM_INTERVAL), "--grammar-backend", "none",
         "--log-level-http", "warning", "--context-length", str(_context(folder) + CONTEXT_KEPT_BACK),
     ]  # fmt: skip
@@ -77,6 +78,21 @@ def render(
     return Launch(
         [*arguments, *config.extra_arguments], _environment(config, stack, cpu), list(_notes(config, stack, cpu))
     )
+
+
+def check(config: SGLangConfig, weights: WeightsConfig, hardware: HardwareProfile, stack: Stack) -> None:
+    """Refuse what cannot be had.
+
+    Raises:
+        BadConfig: the stack's SGLang has no such choice, the hardware not so many GPUs, or options contradict.
+    """
+    cpu = uses_cpu(config, hardware)
+    for objection in (
+        *_of_version(config, weights, stack),
+        *_of_shape(config, hardware, cpu),
+        *_of_experts(config, stack, cpu),
+    ):
+        raise BadConfig(objection)
 
 
 def _context(folder: Path) -> int:
@@ -111,6 +127,9 @@ def _environment(config: SGLangConfig, stack: Stack, cpu: bool) -> dict[str, str
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         # The context is given a little longer than the model's; what is sent stays within the model's.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # Seconds that an idle connection stays open, far beyond the client's own: a worker whose loop stood still must not
+        # send on one that is being closed.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "300",
         # A server that is told to stop would otherwise wait for requests that a pause holds up for good.
         "SGL_FORCE_SHUTDOWN": "1",
     }

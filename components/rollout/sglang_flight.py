@@ -18,6 +18,8 @@ from components.rollout.engine import Completion, EngineBroken, Request, extende
 from components.rollout.sglang_client import Chunk
 from components.rollout.sglang_flags import STREAM_INTERVAL
 
+STREAM_FROM = 2 * STREAM_INTERVAL
+"""Tokens up to which a completion is told whole: its partial results would cost more than a crash that loses them."""
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -132,15 +134,20 @@ class Flight:
             "top_k": -1,
             "stream_interval": STREAM_INTERVAL,
         } | sampling
-        return {
-            "input_ids": [request.prompt + tokens.tolist() for tokens in begun],
-            "sampling_params": [{"max_new_tokens": budget} | common for budget in left],
-            "rid": self.rids,
+        inputs: list[Any] = [request.prompt + tokens.tolist() for tokens in begun]
+        sampled: list[Any] = [{"max_new_tokens": budget} | common for budget in left]
+        rids: list[Any] = list(self.rids)
+        if len(rids) == 1:  # SGLang has a shorter way for a single request
+            inputs, sampled, rids = inputs[0], sampled[0], rids[0]
+        body = {
+            "input_ids": inputs,
+            "sampling_params": sampled,
+            "rid": rids,
             "return_logprob": True,
             "extra_key": extra_key,
-            # A short completion is told whole: a first chunk each would double the messages.
-            "stream": max(left) > STREAM_INTERVAL,
-        } | ({"return_routed_experts": True} if routed_experts else {})
+            "stream": max(left) > STREAM_FROM,
+        }
+        return body | ({"return_routed_experts": True} if routed_experts else {})
 
     def add(self, chunk: Chunk, version: int, expert_shape: tuple[int, int], labels: set[str]) -> None:
         """Take a chunk; raises EngineBroken as `Part.add` does."""

@@ -76,7 +76,7 @@ class SGLangServer:
 
     def __init__(self, config: SGLangConfig, launch: Launch, python: str, log: Path) -> None:
         self.url = ""
-        self.key = secrets.token_urlsafe(24)
+        self.key = secrets.token_hex(24)
         self.log = log
         self._launch = launch
         self._python = python
@@ -114,6 +114,10 @@ class SGLangServer:
             except ServiceGone as gone:
                 failure = gone
         raise failure
+
+    def settled(self) -> None:
+        """It works: from here on failures are counted anew."""
+        self._starts = 1
 
     async def explain(self, reason: str) -> str:
         """`reason`, or the server's last words where it died of it; a server that broke needs a moment to end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -36,6 +37,7 @@ class Updates:
         self.held: Target | None = None
         self.proven: set[int] = set()
         self._ranks = ranks
+        self._life = ""
         self._standing_by: Target | None = None
         self._failed = ""
         self._took_s = 0.0
@@ -66,6 +68,7 @@ class Updates:
     def lost(self) -> None:
         """The engine was opened anew: nothing is known of what it holds."""
         self.held = None
+        self._life = secrets.token_hex(4)
         self.role.experience.discharge(self.role.worker)
         self.role.experience.forget_proof(self.role.worker)
 
@@ -102,7 +105,7 @@ class Updates:
         self.held, self._took_s, self._resumed = target, end - start, time.monotonic()
         self.proven.add(target.version)
         if self._ranks:
-            experience.enlist(role.worker, self._ranks)
+            experience.enlist(role.worker, self._life, self._ranks)
         how = "collective" if isinstance(source, Collective) else "pull"
         role.emit("span", target.version, kind="load", start=start, end=end, pause_s=end - fetched, transfer=how)
 

@@ -21,9 +21,6 @@ from components.weights.shared_store import SharedWeightsStore
 from components.weights.store import WeightsStore
 from configs.run import StorageConfig
 
-Transfer = Callable[[dict[str, torch.Tensor]], dict[str, float]]
-"""Brings tensors to an engine by a collective transfer; returns `collective_s` and `pause_s`, and what else it tells."""
-
 TENSOR_SHAPE = (1024, 768)
 """Of the tensors that are timed: about an expert's matrix in Qwen3-30B-A3B."""
 SCALE, STEP = 0.02, 1e-6
@@ -37,7 +34,6 @@ def measure(
     place: Path,
     store_uri: str = "",
     checkpoint: str = "",
-    transfer: Transfer | None = None,
 ) -> dict[str, Any]:
     """Times of a synthetic version, and sizes of differences after real steps.
 
@@ -53,7 +49,6 @@ def measure(
         place: Folder to work in.
         store_uri: Store that machines share; empty for a weights store in `place`, as the roles of one machine have it.
         checkpoint: Folder of the policy that the steps begin with; empty for one that is warmed up first.
-        transfer: Measures a collective transfer to an engine; None leaves its figures empty.
     """
     with tempfile.TemporaryDirectory(prefix="tandem-bench-", dir=place) as folder:
         remote = open_store(store_uri, StorageConfig()).child(f"bench-{uuid.uuid4().hex}") if store_uri else None
@@ -62,18 +57,13 @@ def measure(
         finally:
             if remote is not None:
                 open_store(store_uri, StorageConfig()).delete(remote.uri.rpartition("/")[2])
-        moved: dict[str, float | None] = {"collective_s": None, "pause_s": None}
-        if transfer is not None:
-            moved |= transfer({name: value.bfloat16() for name, value in _weights(mib).items()})
         sizes = difference_sizes(steps, checkpoint, Path(folder)) if steps else {}
     figures = {"place": f"{place} ({_file_system(place)})", "store": store_uri or "in place", "rounds": rounds}
     ratios = {
         f"ratio_{name}": times[f"{name}_s"] / times[f"copy{'_cpu' * name.endswith('_cpu')}_s"]
         for name in ("pull_full", "pull_full_cpu", "pull_delta", "pull_delta_cpu")
     }
-    if moved["collective_s"] is not None:
-        ratios["ratio_collective"] = moved["collective_s"] / times["copy_s"]
-    return {**figures, **shape, **times, **moved, **ratios, **sizes}
+    return {**figures, **shape, **times, **ratios, **sizes}
 
 
 def _times(mib: int, rounds: int, folder: Path, remote: Store | None) -> tuple[dict[str, float], dict[str, Any]]:

@@ -43,10 +43,9 @@ def test_a_command_line_is_as_recorded(
     rendered: Any, versions: list[Version], name: str, hardware: str, stack: str, sglang: dict[str, Any]
 ) -> None:
     launch = rendered(hardware, stack, **sglang)
-    lines, arguments = [], iter(launch.arguments)
-    for argument in arguments:
-        lines.append(argument)
-    text = "\n".join([*lines, "", *(f"{key}={value}" for key, value in sorted(launch.environment.items())), ""])
+    text = "\n".join(
+        [*launch.arguments, "", *(f"{key}={value}" for key, value in sorted(launch.environment.items())), ""]
+    )
     text = text.replace(str(versions[0].folder), "FOLDER").replace(str(SHIM), "SHIM")
     if os.environ.get("TANDEM_GOLDEN"):
         (GOLDEN / f"{name}.txt").write_text(text)
