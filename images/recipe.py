@@ -16,7 +16,7 @@ from images.gpu import gpu_arguments
 from images.locks import ROOT
 
 KINDS = ("control", "train", "rollout")
-_SOURCES = ("configs", "kernels", "components", "images/locks")
+_SOURCES = ("configs", "kernels", "components", "images/locks", "images/sglang_shim")
 _SCRIPTS = ("images/Containerfile", "images/gpu.Containerfile", "images/keep_mapped.py")
 
 
@@ -70,7 +70,7 @@ class Recipe:
         yield context / "images/keep_mapped.py"
         yield context / "images/locks/control.txt"
         yield context / self.lock
-        for folder in ("configs", "kernels", "components"):
+        for folder in ("configs", "kernels", "components", "images/sglang_shim"):
             yield from sorted(path for path in (context / folder).rglob("*") if path.is_file())
 
 

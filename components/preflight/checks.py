@@ -91,8 +91,10 @@ def check_disk(config: RunConfig, scratch: Path) -> None:
 
 
 def disk_bytes(config: RunConfig) -> int:
-    """An upper estimate of what a run leaves at once: versions, checkpoints (weights and two moments), exports."""
-    copies = config.weights.keep + 3 * (config.train.keep_checkpoints + 1) + 3
+    """An upper estimate of what a run leaves at once: versions, with the bases of differences and the folders that engines
+    read, checkpoints (weights and two moments), exports."""
+    folders = 2 + config.rollout.workers if config.weights.deltas else 0
+    copies = config.weights.keep + config.weights.deltas + folders + 3 * (config.train.keep_checkpoints + 1) + 3
     return copies * FLOAT_BYTES * parameter_count(config.model) + SPARE_BYTES
 
 
