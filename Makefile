@@ -87,4 +87,4 @@ bench-loop bench-rollout bench-queue bench-weights: bench-%: .venv/.ready  ## me
 	@$(BIN)/tandem bench $* $(ARGS)
 
 clean:  ## remove the environment (runs stay)
-	rm -rf .venv .uv .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .uv .mypy_cache .ruff_cache .hypothesis

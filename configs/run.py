@@ -301,7 +301,7 @@ class RunConfig(Document):
 
     def _engines_agree(self) -> None:
         """What SGLang needs of the other sections."""
-        sglang, weights = self.sglang, self.weights
+        sglang = self.sglang
         if sglang.urls and len(sglang.urls) < self.rollout.workers:
             raise ValueError(
                 f"sglang.urls names {len(sglang.urls)} servers for {self.rollout.workers} rollout workers; name one a worker"
@@ -314,10 +314,6 @@ class RunConfig(Document):
             raise ValueError(
                 f"sglang.data_parallel_attention is {sglang.data_parallel_attention}, but how it divides the weights is not"
                 " known here, so that no engine could prove what it holds; set 1"
-            )
-        if weights.collective_backend == "gloo" and weights.transfer == "collective" and sglang.device == "cuda":
-            raise ValueError(
-                "weights.collective_backend gloo does not reach GPUs; set nccl, or weights.transfer to pull"
             )
 
     @property

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from configs.address import WebAddress
 from configs.document import Document
 from configs.hardware import HardwareProfile
+
+RESERVED = ("--host", "--port", "--api-key", "--admin-api-key", "--config", "--model-path", "--model", "--dtype")
+"""Arguments that decide who reaches a server and what it holds."""
+
+
+def _check_server(url: str) -> None:
+    """Refuse what is no address of a server.
+
+    Raises:
+        ValueError: it has no host, no valid port, or a path.
+    """
+    try:
+        parts = urlsplit(url)
+        good = bool(parts.hostname) and (parts.port is None or parts.port > 0) and parts.path in ("", "/")
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(f"urls: {url} is no address of a server; write it as http://host:port")
 
 
 class SGLangConfig(Document):
@@ -46,15 +65,22 @@ class SGLangConfig(Document):
     ready_s: float = Field(default=600.0, gt=0)
     """Seconds a server may take to start."""
     request_s: float = Field(default=600.0, gt=0)
-    """Seconds a running request may go without a new token before its server counts as hung; also the limit of a control
-    call that has no other."""
+    """Seconds a running request may go without a new token before its server counts as hung."""
     max_restarts: int = Field(default=3, ge=0)
-    """Times a worker restarts its server, with growing pauses between, before it ends itself."""
+    """Times a worker takes up its server again, with growing pauses where it has to start it, before it ends itself; counted
+    from the last completion that was finished."""
     extra_arguments: tuple[str, ...] = ()
     """More arguments for `python -m sglang.launch_server`."""
 
     @model_validator(mode="after")
     def _parts_agree(self) -> SGLangConfig:
+        for url in self.urls:
+            _check_server(url)
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice, but a server holds one worker's weights; name one a worker")
+        given = [argument.partition("=")[0] for argument in self.extra_arguments]
+        if reserved := [argument for argument in given if argument in RESERVED]:
+            raise ValueError(f"extra_arguments holds {reserved[0]}, which the worker sets itself; leave it out")
         if self.urls and self.service:
             raise ValueError("urls and service are both set; give one of them")
         if self.tensor_parallel % self.data_parallel_attention:

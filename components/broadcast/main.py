@@ -26,8 +26,9 @@ class Broadcast:
         self.store = open_weights(role.layout)
         self.transfers = Transfers(role, self.store, self._look) if role.config.collective else None
         self.current: Target | None = None
-        self.offered: dict[int, str] = {}
-        self._expected: dict[int, dict[str, str]] = {}
+        self.offered: dict[int, list[Target]] = {}
+        """Every target of a version's number so far, the one that counts last."""
+        self._expected: dict[Target, dict[str, str]] = {}
 
     def run(self) -> None:
         """Work until told to leave."""
@@ -38,7 +39,7 @@ class Broadcast:
                 announced = experience.announced()
                 if announced is not None and announced != self.current and self._is_published(announced):
                     self.current = announced
-                    self.offered[announced.version] = announced.digest
+                    self.offered.setdefault(announced.version, []).append(announced)
                     self._offer(announced)
                 self._look()
         finally:
@@ -54,6 +55,8 @@ class Broadcast:
         """Whether the store holds what was announced, whole."""
         start = time.time()
         try:
+            if self.store.manifest(announced.version).digest != announced.digest:
+                return False
             manifest = self.store.check(announced.version)
         except BadData:
             # Training may have published and pruned past it meanwhile; the newest one is what matters.
@@ -70,20 +73,24 @@ class Broadcast:
 
     def _offer(self, announced: Target) -> None:
         """Make a version the target; engines that take part in collective transfers are sent it."""
-        if self.transfers is None or not self.transfers.carry(announced):
-            self.role.experience.set_target(announced)
+        experience = self.role.experience
+        # A broadcast that was started anew offers what engines hold already; nobody stands by for that.
+        if self.transfers is None or experience.target() == announced or not self.transfers.carry(announced):
+            experience.set_target(announced)
 
     def _judge(self, report: dict[str, Any]) -> None:
         """Admit the engine to the version it reports, or quarantine it."""
         worker, held = report["worker"], Target(report["version"], report["digest"])
-        expected = self.offered.get(held.version)
-        if expected is None:
-            return  # offered by a process before this one: the engine reports again, or loads a newer version
+        offered = self.offered.get(held.version, [])
+        if not offered or held in offered[:-1]:
+            return  # offered by a process before this one, or replaced since: the engine reports again, or loads a newer one
         reason = ""
-        if held.digest != expected:
-            reason = f"{worker} holds version {held.version} with digest {held.digest}, published is {expected}"
+        if held != offered[-1]:
+            reason = (
+                f"{worker} holds version {held.version} with digest {held.digest}, published is {offered[-1].digest}"
+            )
         elif report["checksums"]:
-            if (checksums := self._checksums(held.version)) is None:
+            if (checksums := self._checksums(held)) is None:
                 return
             if wrong := difference(checksums, report["checksums"]):
                 reason = f"{worker} does not hold version {held.version}: {wrong}"
@@ -91,33 +98,31 @@ class Broadcast:
             reason = f"{worker} gave no checksums for version {held.version}"
         experience = self.role.experience
         if reason:
-            experience.quarantine(worker, reason)
+            experience.quarantine(worker, reason, report["load"])
             self.role.emit("quarantined", held.version, worker=worker, sentence=reason)
         else:
-            experience.verify(worker, held)
+            experience.verify(worker, held, report["load"])
             self.role.emit("verified", held.version, worker=worker, digest=held.digest, seconds=report["seconds"])
 
-    def _checksums(self, version: int) -> dict[str, str] | None:
+    def _checksums(self, target: Target) -> dict[str, str] | None:
         """What an SGLang engine must say of a version; None when the store has let it go."""
-        if version not in self._expected:
-            config = self.role.config
-            file = self.role.start / "config.json"
+        if target not in self._expected:
+            config, file, version = self.role.config, self.role.start / "config.json", target.version
             split = Split(config.sglang.tensor_parallel, config.sglang.expert_parallel)
+            device = config.sglang.device_on(load_hardware(config.hardware))
             try:
                 tensors = self.store.mapped(version)
-                self._expected[version] = engine_checksums(
-                    tensors,
-                    read_geometry(file, str(file)),
-                    config.sglang.device_on(load_hardware(config.hardware)),
-                    split,
-                )
+                if self.store.manifest(version).digest != target.digest:
+                    return None
+                geometry = read_geometry(file, str(file))
+                self._expected[target] = engine_checksums(tensors, geometry, device, split)
             except BadData:
                 if version in self.store.versions():
                     raise
                 return None
-            for old in sorted(self._expected)[:-REMEMBERED]:
+            for old in list(self._expected)[:-REMEMBERED]:
                 del self._expected[old]
-        return self._expected[version]
+        return self._expected[target]
 
 
 def broadcast(role: Role) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from components.experience.deliveries import Member, Target
 from components.role import Role
 from components.weights.store import WeightsStore
-from configs.failure import Failure
+from configs.failure import Failure, ServiceGone
 
 if TYPE_CHECKING:
     from components.broadcast.collective import Sender
@@ -51,16 +51,17 @@ class Transfers:
             manifest = self.store.manifest(target.version)
             tensors = self.store.load(target.version)
             reached = sender.send({name: tensors[name] for name, _, _ in manifest.sent}, limit)
-        except Failure as failure:
+        except (Failure, RuntimeError) as failure:  # torch raises the latter for a connection that breaks at once
             self.close()
-            experience.set_target(target)
-            self._leave_behind(target, dict.fromkeys(workers, failure.sentence))
+            self._leave_behind(target, dict.fromkeys(workers, str(failure)))
         else:
             self._leave_behind(target, {worker: sender.lost.get(worker, "") for worker in workers.keys() - reached})
             self.role.emit(
                 "span", target.version, kind="transfer", start=start, end=time.time(), bytes=manifest.bytes,
                 engines=len(reached),
             )  # fmt: skip
+        # Who did not get it, or opens its engine anew from now on, pulls.
+        experience.set_target(target)
         return True
 
     def _leave_behind(self, target: Target, reasons: dict[str, str]) -> None:
@@ -110,4 +111,7 @@ class Transfers:
         """Where the engines reach this process."""
         if self.role.layout.scratch_is_shared:
             return "127.0.0.1"
-        return socket.gethostbyname(socket.gethostname())
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError as error:
+            raise ServiceGone(f"this host's own name does not resolve ({error})") from None

@@ -109,8 +109,14 @@ class Deliveries(RunRedis):
         found = self._do(self.redis.hgetall, self.key("standing_by"))
         return {worker.decode() for worker, label in found.items() if label.decode() == target.label}
 
-    def report(self, worker: str, held: Target, seconds: float, checksums: dict[str, str] | None = None) -> None:
-        """An engine reports the version it holds: by the digest of its own memory, or by checksums of its parameters."""
+    def report(
+        self, worker: str, held: Target, seconds: float, checksums: dict[str, str] | None = None, load: str = ""
+    ) -> None:
+        """An engine reports the version it holds: by the digest of its own memory, or by checksums of its parameters.
+
+        Args:
+            load: Names this load of the engine; the verdict names it again.
+        """
         body = msgspec.json.encode(
             {
                 "worker": worker,
@@ -118,6 +124,7 @@ class Deliveries(RunRedis):
                 "digest": held.digest,
                 "seconds": seconds,
                 "checksums": checksums or {},
+                "load": load,
             }
         )
         pipeline = self.redis.pipeline()
@@ -131,9 +138,12 @@ class Deliveries(RunRedis):
         popped = self._do(self.redis.blpop, self.key("reports"), timeout=wait_s)
         return msgspec.json.decode(popped[1]) if popped else None
 
-    def verify(self, worker: str, held: Target) -> None:
-        """Broadcast compared an engine's report with the manifest: it may serve that version."""
-        self._do(self.redis.hset, self.key("verified"), worker, held.label)
+    def verify(self, worker: str, held: Target, load: str = "") -> None:
+        """Broadcast compared an engine's report with the store: it may serve that version."""
+        pipeline = self.redis.pipeline()
+        pipeline.hset(self.key("verified"), worker, held.label)
+        pipeline.hset(self.key("verdicts"), worker, f"{load}:")
+        self._do(pipeline.execute)
 
     def forget_proof(self, worker: str) -> None:
         """A worker's engine is being changed: what it was proven to hold counts no longer."""
@@ -144,12 +154,19 @@ class Deliveries(RunRedis):
         held = (_target(label) for label in self._do(self.redis.hvals, self.key("verified")))
         return {target.version for target in held if target is not None}
 
-    def quarantine(self, worker: str, reason: str) -> None:
+    def quarantine(self, worker: str, reason: str, load: str = "") -> None:
         """An engine did not prove the version it should hold: it gets no work until it does."""
         pipeline = self.redis.pipeline()
         pipeline.hdel(self.key("verified"), worker)
         pipeline.hset(self.key("quarantined"), worker, reason)
+        pipeline.hset(self.key("verdicts"), worker, f"{load}:{reason}")
         self._do(pipeline.execute)
+
+    def verdict(self, worker: str, load: str) -> str | None:
+        """Why a load of an engine was quarantined, empty if it was proven, None while there is no verdict."""
+        found = self._do(self.redis.hget, self.key("verdicts"), worker)
+        about, _, reason = found.decode().partition(":") if found else ("", "", "")
+        return reason if found and about == load else None
 
     def quarantined(self, worker: str) -> str:
         """Why a worker is quarantined, or an empty string."""

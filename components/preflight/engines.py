@@ -31,7 +31,7 @@ def check_engines(config: RunConfig, stack: Stack, hardware: HardwareProfile) ->
     if config.rollout.engine != "sglang":
         return ""
     check(config.sglang, config.weights, hardware, stack)
-    if config.loop.roles == "kubernetes":
+    if config.loop.roles == "kubernetes" or config.sglang.service:
         return stack.sglang
     if config.sglang.urls:
         _check_joined(config.sglang.urls)

@@ -24,7 +24,7 @@ class ProgressWatch:
         self.experience = experience
         self._last_words = last_words
         self._progress: tuple[int, ...] = ()
-        self._moved = self._serving = time.monotonic()
+        self._moved = self._changed = time.monotonic()
 
     def note(self, progress: tuple[int, ...], waiting: bool = False) -> None:
         """Note the run's progress.
@@ -37,18 +37,21 @@ class ProgressWatch:
             ServiceGone: nothing has moved for `loop.no_progress_s` seconds; names the role that stopped.
         """
         limit, now = self.config.loop.no_progress_s, time.monotonic()
-        if self.config.rollout.engine == "sglang" and not self.experience.held_versions():
-            # Servers that start take their own time; the clock of the groups begins once one serves.
-            if now - self._serving < limit + self.config.sglang.ready_s:
-                waiting = True
-        else:
-            self._serving = now
+        longest = limit
         if progress != self._progress or waiting:
-            self._progress, self._moved = progress, now
-        elif now - self._moved > limit:
+            self._progress, self._moved, self._changed = progress, now, now
+            return
+        if self.config.rollout.engine == "sglang":
+            # A server that starts takes its own time: the clock of the groups begins once one serves. Servers that come
+            # and go must not put it off for ever.
+            longest = 2 * limit + self.config.sglang.ready_s
+            if not self.experience.held_versions():
+                self._moved = now
+        if now - self._moved > limit or now - self._changed > longest:
             role, why = self._stopped()
             raise ServiceGone(
-                f"no progress for {limit:.0f} s: {role} stopped ({why}); its last words: {self._last_words(role)}"
+                f"no progress for {now - self._changed:.0f} s: {role} stopped ({why}); its last words:"
+                f" {self._last_words(role)}"
             )
 
     def _stopped(self) -> tuple[str, str]:

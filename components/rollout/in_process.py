@@ -46,6 +46,11 @@ class Asked:
         self.changed = asyncio.Event()
 
     @property
+    def sampling(self) -> tuple[float, bool, int]:
+        """What requests of one batch must have in common."""
+        return self.request.temperature, self.request.greedy, self.request.seed
+
+    @property
     def fresh(self) -> bool:
         """Whether no completion has a token yet, so that the prompt is computed once for all."""
         return len(self.rows) == len(self.request.begun) and not any(one.tokens.size for one in self.request.begun)
@@ -156,7 +161,10 @@ class InProcessEngine:
         """Generate what was asked, batch after batch."""
         while self._queue:
             await self._going.wait()
-            self._batch, self._queue = [asked for asked in self._queue if not asked.ended], []
+            waiting = [asked for asked in self._queue if not asked.ended]
+            # What is sampled and what is greedy cannot be one batch.
+            self._batch = [asked for asked in waiting if asked.sampling == waiting[0].sampling]
+            self._queue = [asked for asked in waiting if asked not in self._batch]
             try:
                 if self._batch:
                     await self._generate()

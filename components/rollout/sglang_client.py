@@ -28,11 +28,13 @@ class ServerError(Exception):
 
     Attributes:
         status: HTTP status; 0 when no answer came.
+        late: Whether there was none within the limit, which a busy server may miss.
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, late: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.late = late
 
 
 class VersionSpan(msgspec.Struct):
@@ -261,7 +263,7 @@ class SGLangClient:
             async with self._http.request(method, path, data=content, headers=_JSON, timeout=timeout) as reply:
                 answer = await reply.read()
         except TimeoutError:
-            raise ServerError(0, f"{path} did not answer within {limit_s:g} s") from None
+            raise ServerError(0, f"{path} did not answer within {limit_s:g} s", late=True) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(0, f"{path}: no answer ({type(error).__name__}: {error})") from None
         if reply.status != 200:

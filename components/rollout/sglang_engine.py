@@ -89,6 +89,7 @@ class SGLangEngine:
         self._serial = 0
         self._session = ""
         self._refused = False
+        self._vain = 0
         self._opening = False
         self._trouble = "it is not open"
         self._forget()
@@ -116,7 +117,13 @@ class SGLangEngine:
             ServiceGone: it does not answer within its limits.
         """
         self._opening = True
+        self._vain += 1
         try:
+            if self._vain > self._config.max_restarts + 1:
+                raise ServiceGone(
+                    f"{self._worker}: its SGLang server was taken up {self._vain - 1} times and finished no completion since;"
+                    f" the last time {self._trouble}"
+                )
             await self._drop("the server is opened anew")
             self._forget()
             self._client = await self._reached()
@@ -139,6 +146,9 @@ class SGLangEngine:
             self._spawn(self._look_after())
         finally:
             self._opening = False
+
+    def _own_state(self) -> State:
+        return State.READY if self._paused is None else State.PAUSED
 
     async def _reached(self) -> SGLangClient:
         """A connection to the server; one that lives and only refused a load is not started anew."""
@@ -208,7 +218,7 @@ class SGLangEngine:
         self._sound()
         self._expected.check_request(request)
         self._serial += 1
-        flight = Flight(request, self._serial, self._held.version)
+        flight = Flight(request, self._serial, self._held.version, self._expected.ends)
         self._flights.add(flight)
         reading = self._spawn(self._read(flight))
         try:
@@ -244,7 +254,11 @@ class SGLangEngine:
                 ):
                     self._progress = time.monotonic()
                     flight.add(chunk, self._held.version, shape, self._labels)
-            if not flight.ended:
+            if flight.ended:
+                self._vain = 1
+                if isinstance(self._server, SGLangServer):
+                    self._server.settled()
+            else:
                 raise ServerError(0, "the connection ended before the completions did")
         except ServerError as error:
             await self._broken(f"group {flight.request.group}: {error}")
@@ -327,8 +341,6 @@ class SGLangEngine:
         except asyncio.CancelledError:
             self._trouble = self._trouble or f"the load of version {target.version} was interrupted"
             raise
-        if isinstance(self._server, SGLangServer):
-            self._server.settled()
         self._held = target
         self._labels.add(target.label)
         self._extra_key = f"{secrets.token_hex(8)}:{target.label}"
@@ -357,9 +369,10 @@ class SGLangEngine:
             await self._client.server_info(LOOK_S)
             accepts = await self._client.accepts()
         except ServerError as error:
-            return Health(State.BROKEN, str(error))
+            busy = error.late and time.monotonic() - self._progress <= self._config.request_s
+            return Health(self._own_state(), str(error)) if busy else Health(State.BROKEN, str(error))
         if ours != self._paused or accepts is None:
-            return Health(State.READY if self._paused is None else State.PAUSED)
+            return Health(self._own_state())
         if ours is not None:
             return Health(State.BROKEN, "somebody else resumed the server") if accepts else Health(State.PAUSED)
         return Health(State.READY) if accepts else Health(State.PAUSED, "somebody else paused the server")

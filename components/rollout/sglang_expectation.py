@@ -38,6 +38,7 @@ class Expectation:
                 " to torch, or give a checkpoint with an lm_head of its own"
             )
         self._context = self._geometry.max_position_embeddings
+        self.ends = frozenset(self._geometry.eos_ids)
         self.expert_shape = (self._geometry.num_hidden_layers, self._geometry.num_experts_per_tok)
         self.ranks = 1
         self._longest_input = self._longest = self._context

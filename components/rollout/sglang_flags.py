@@ -87,6 +87,10 @@ def check(config: SGLangConfig, weights: WeightsConfig, hardware: HardwareProfil
         BadConfig: the stack's SGLang has no such choice, the hardware not so many GPUs, or options contradict.
     """
     cpu = uses_cpu(config, hardware)
+    if not cpu and weights.transfer == "collective" and weights.collective_backend == "gloo":
+        raise BadConfig(
+            "weights.collective_backend is gloo, which does not reach GPUs; set it to nccl, or weights.transfer to pull"
+        )
     for objection in (
         *_of_version(config, weights, stack),
         *_of_shape(config, hardware, cpu),

@@ -26,9 +26,10 @@ FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort"
 class Part:
     """One completion of a group: the tokens it began with and those that came since."""
 
-    def __init__(self, begun: Completion, budget: int, version: int) -> None:
+    def __init__(self, begun: Completion, budget: int, version: int, ends: frozenset[int]) -> None:
         self.finish: FinishReason | None = None
         self._begun = begun
+        self._ends = ends
         self._tokens = np.empty(budget, np.int32)
         self._logprobs = np.empty(budget, np.float32)
         self._have = 0
@@ -78,6 +79,12 @@ class Part:
         if meta.routed_experts:
             self._experts = _experts(meta, self._have, expert_shape)
         self.finish = FINISHES[meta.finish_reason.type]
+        if self.finish == "abort" and self._have:
+            # SGLang samples once more after an abort, and tells of the abort even where that token ends the completion.
+            if int(self._tokens[self._have - 1]) in self._ends:
+                self.finish = "stop"
+            elif self._have == len(self._tokens):
+                self.finish = "length"
 
     def completion(self) -> Completion:
         """As far as it has got."""
@@ -98,7 +105,12 @@ class Flight:
         failure: Why it will not go on.
     """
 
-    def __init__(self, request: Request, serial: int, version: int) -> None:
+    def __init__(self, request: Request, serial: int, version: int, ends: frozenset[int]) -> None:
+        """
+        Args:
+            version: Version that the engine holds.
+            ends: Tokens that end a completion.
+        """
         self.request = request
         self.rows = [row for row, one in enumerate(request.begun) if one.finish is None]
         # The closing dot: SGLang aborts every request whose id starts with the one given.
@@ -109,7 +121,7 @@ class Flight:
         self.sent = False
         self._completions = [msgspec.structs.replace(one) for one in request.begun]
         self._parts = [
-            Part(one, request.max_new_tokens - len(one.tokens), version)
+            Part(one, request.max_new_tokens - len(one.tokens), version, ends)
             for one in (request.begun[r] for r in self.rows)
         ]
 

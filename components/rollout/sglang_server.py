@@ -40,6 +40,8 @@ PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 DYING_S = 3.0
 """Seconds in which SGLang's processes end after one of them failed."""
+LONGEST_WORDS = 300
+"""Characters of a line of the log that are quoted."""
 TAIL_BYTES = 200_000
 PORT_TAKEN = re.compile(r"address already in use|port at \d+ is not available|port \d+ is in use", re.IGNORECASE)
 # An exception's last line in a traceback; SGLang puts a timestamp before some.
@@ -176,8 +178,9 @@ class SGLangServer:
                     async with client.get("/health") as reply:
                         # Whoever else answers at this port does not know the key.
                         if reply.status == 200 and self.alive and await self._is_ours(client):
+                            self.log.with_suffix(".keys.yaml").unlink(missing_ok=True)
                             return True
-                except (aiohttp.ClientError, TimeoutError, OSError):
+                except (aiohttp.ClientError, TimeoutError, OSError, psutil.Error):
                     pass
                 await asyncio.sleep(LOOK_S)
         return False
@@ -222,7 +225,7 @@ class SGLangServer:
             causes = [line for line in lines if KILL_WORDS.match(line)][-1:]
         if causes:
             return causes[0] if starts else causes[-1]
-        return " | ".join(lines[-3:]) or "it left no log"
+        return " | ".join(line[:LONGEST_WORDS] for line in lines[-3:]) or "it left no log"
 
     def _text(self) -> str:
         if not self.log.exists():
@@ -230,7 +233,8 @@ class SGLangServer:
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._from, size - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            # SGLang logs its arguments, and what is quoted of the log goes into sentences.
+            return file.read().decode(errors="replace").replace(self.key, "(key)")
 
 
 def _environment() -> dict[str, str]:

@@ -72,6 +72,16 @@ class Updates:
         self.role.experience.discharge(self.role.worker)
         self.role.experience.forget_proof(self.role.worker)
 
+    def step_aside(self) -> None:
+        """Take part in no collective transfer for a while."""
+        if self._ranks:
+            self.role.experience.discharge(self.role.worker)
+
+    def step_back(self) -> None:
+        """Take part again."""
+        if self._ranks and self.held is not None:
+            self.role.experience.enlist(self.role.worker, self._life, self._ranks)
+
     def _due(self, order: Order, busy: bool) -> bool:
         assert order.target is not None
         if self.held is None or (order.session is not None and self.role.worker in order.session.ranks):
@@ -84,41 +94,43 @@ class Updates:
     async def _update(self, order: Order, target: Target) -> None:
         role, mode = self.role, self.role.config.rollout.update
         start = time.time()
-        source = await self._source(order, target.version)
+        source = await unless_leaving(role, self._source(order, target))
         if source is None:
             return
         experience = role.experience
         fetched = time.time()
         experience.forget_proof(role.worker)
         self.held = None
-        await self.engine.pause(mode)
-        await self._load(target, source)
-        held = await self.engine.held()
+        await unless_leaving(role, self.engine.pause(mode))
+        await unless_leaving(role, self._load(target, source))
+        held = await unless_leaving(role, self.engine.held())
         if held.label != target.label:
             raise EngineBroken(
                 f"{role.worker}: the engine was given version {target.label} and says it holds {held.label}"
             )
         if not await self._verdict(target, held, time.time() - start):
             return
-        await self.engine.resume()
+        await unless_leaving(role, self.engine.resume())
         end = time.time()
         self.held, self._took_s, self._resumed = target, end - start, time.monotonic()
         self.proven.add(target.version)
-        if self._ranks:
-            experience.enlist(role.worker, self._life, self._ranks)
+        self.step_back()
         how = "collective" if isinstance(source, Collective) else "pull"
         role.emit("span", target.version, kind="load", start=start, end=end, pause_s=end - fetched, transfer=how)
 
-    async def _source(self, order: Order, version: int) -> Pull | Collective | None:
-        """How a version comes to this engine; None when training has pruned it already."""
-        experience = self.role.experience
+    async def _source(self, order: Order, target: Target) -> Pull | Collective | None:
+        """How a version comes to this engine; None when training has pruned or replaced it already."""
+        experience, version = self.role.experience, target.version
         try:
+            manifest = await asyncio.to_thread(self.store.manifest, version)
+            if manifest.digest != target.digest:
+                return None
             session = order.session
             if session is not None and self.role.worker in session.ranks and session.name != self._failed:
-                return Collective(session, (await asyncio.to_thread(self.store.manifest, version)).sent)
+                return Collective(session, manifest.sent)
             return Pull(await asyncio.to_thread(self.store.folder, version, self.role.start))
         except BadData:
-            if experience.target() != order.target or version not in self.store.versions():
+            if experience.target() != target or version not in self.store.versions():
                 return None  # training is further and has pruned it: a newer target comes
             raise
 
@@ -142,18 +154,20 @@ class Updates:
         experience, limit, worker = self.role.experience, self.role.config.weights.verify_timeout_s, self.role.worker
         start = time.monotonic()
         reported = float("-inf")
-        while experience.verified(worker) != target:
+        # A report of an earlier process, or of an earlier load, must prove nothing of this one.
+        load = secrets.token_hex(4)
+        while (verdict := experience.verdict(worker, load)) != "":
             self.role.check_leaving()
             now = time.monotonic()
-            if reason := experience.quarantined(worker):
-                raise Failure(f"quarantined: {reason}")
+            if verdict is not None:
+                raise Failure(f"quarantined: {verdict}")
             if now - reported > REPORT_AGAIN_S:
                 # A broadcast that died took the report with it.
                 if reported > start and experience.target() != target:
                     return False
                 reported = now
                 reported_as = Target(target.version, held.digest or target.digest)
-                experience.report(worker, reported_as, seconds, held.checksums)
+                experience.report(worker, reported_as, seconds, held.checksums, load)
             if now - start > limit:
                 raise Failure(f"broadcast did not verify version {target.version} within {limit:.0f} s")
             await asyncio.sleep(LOOK_S)

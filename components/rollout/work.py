@@ -27,6 +27,8 @@ class Work:
         self.completions = completions
         self.task: asyncio.Task[None] | None = None
         self._handed_over = self.tokens
+        # An earlier worker handed over proven tokens only.
+        self._proven = {span.version for completion in completions for span in completion.spans}
 
     @property
     def tokens(self) -> int:
@@ -54,9 +56,9 @@ class Work:
         return Request(self.ticket.group, self.prompt, begun, max_new_tokens, temperature, seed=seed)
 
     def keep_proven(self, proven: set[int]) -> None:
-        """Cut away every token from the first that was sampled with a version not in `proven`."""
+        """Cut away every token from the first that was sampled with a version proven neither here nor where it was begun."""
         for index, completion in enumerate(self.completions):
-            unproven = [span.start for span in completion.spans if span.version not in proven]
+            unproven = [span.start for span in completion.spans if span.version not in proven | self._proven]
             if unproven:
                 self.completions[index] = completion.until(unproven[0])
 
@@ -72,7 +74,7 @@ class Work:
         ]
 
 
-def begun(ticket: Ticket, group_size: int, oldest: int) -> list[Completion]:
+def begun(ticket: Ticket, group_size: int, max_new_tokens: int, oldest: int) -> list[Completion]:
     """The completions a worker starts with: what an earlier one left, unless that is too old to be trained on.
 
     Args:
@@ -81,13 +83,18 @@ def begun(ticket: Ticket, group_size: int, oldest: int) -> list[Completion]:
     partial = ticket.partial or []
     if len(partial) != group_size or any(span.version < oldest for sample in partial for span in sample.spans):
         return [Completion.empty() for _ in range(group_size)]
-    return [
-        Completion(
-            sample.token_ids, sample.behaviour_logprobs, list(sample.spans),
-            None if sample.finish == "abort" else sample.finish, sample.experts,
-        )
-        for sample in partial
-    ]  # fmt: skip
+    return [_taken_up(sample, max_new_tokens) for sample in partial]
+
+
+def _taken_up(sample: Sample, max_new_tokens: int) -> Completion:
+    finish = None if sample.finish == "abort" else sample.finish
+    taken = Completion(sample.token_ids, sample.behaviour_logprobs, list(sample.spans), finish, sample.experts)
+    if len(taken.tokens) < max_new_tokens or (finish is not None and len(taken.tokens) == max_new_tokens):
+        return taken
+    # The limit was a higher one when it was begun, or it was reached at the very end.
+    cut = taken.until(max_new_tokens)
+    cut.finish = "length"
+    return cut
 
 
 def _int32(ids: list[int]) -> bytes:

@@ -68,6 +68,7 @@ class Worker:
                 except EngineBroken as broken:
                     await self._recover(broken)
                     watching.cancel()
+                    await asyncio.gather(watching, return_exceptions=True)
                     watching = asyncio.create_task(self._watch_engine())
         finally:
             for task in (keeping, watching):
@@ -96,7 +97,9 @@ class Worker:
         if free > 0:
             oldest = held.version - config.loop.max_staleness
             for ticket in self.role.experience.lease(self.role.worker, held, free):
-                self.work[ticket.group] = self._begin(ticket, oldest)
+                # Its own lapsed ticket may come back to it after a standstill.
+                if ticket.group not in self.work:
+                    self.work[ticket.group] = self._begin(ticket, oldest)
         for work in self.work.values():
             if work.task is None:
                 self._generating_since = self._generating_since or time.time()
@@ -105,7 +108,8 @@ class Worker:
     def _begin(self, ticket: Ticket, oldest: int) -> Work:
         row = self.order.row(ticket.group)
         prompt = self.tokenizer.encode(row.prompt).ids
-        return Work(ticket, row, prompt, begun(ticket, self.role.config.rollout.group_size, oldest))
+        rollout = self.role.config.rollout
+        return Work(ticket, row, prompt, begun(ticket, rollout.group_size, rollout.max_new_tokens, oldest))
 
     async def _generate(self, work: Work) -> None:
         """Generate a group to its end, taking up again what an update aborted."""
@@ -151,7 +155,8 @@ class Worker:
         every, held = self.role.config.evaluate.every, self.updates.held
         if self.scorer is None or held is None or held.version // every == self.evaluated // every:
             return
-        self.evaluated = held.version
+        # Others need not wait meanwhile for this engine to stand by.
+        self.updates.step_aside()
         with self.role.span("evaluate", held.version):
             completions = await self._greedy(self.scorer.prompts(self.held_out))
             scores = await unless_leaving(
@@ -163,6 +168,8 @@ class Worker:
                     [completion.finish or "abort" for completion in completions],
                 ),
             )
+        self.evaluated = held.version
+        self.updates.step_back()
         self.role.emit("evaluation", held.version, exact_match=float(scores.rewards.mean()), rows=len(scores.rewards))
 
     async def _greedy(self, prompts: Sequence[list[int]]) -> list[Completion]:
@@ -216,9 +223,7 @@ class Worker:
         self.role.emit("engine_broken", sentence=broken.sentence)
         self.updates.lost()
         tasks = [work.task for work in self.work.values() if work.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancelled(tasks)
         for work in self.work.values():
             work.task = None
             work.keep_proven(self.updates.proven)
@@ -233,10 +238,8 @@ class Worker:
                 with contextlib.suppress(EngineBroken, TimeoutError):
                     await asyncio.wait_for(self.engine.abort(), ABORT_S)
                     await asyncio.wait(tasks, timeout=ABORT_S)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
             self._hand_over()
+            await _cancelled(tasks)
         finally:
             await self.engine.close()
             if self.scorer is not None:
@@ -251,3 +254,14 @@ class Worker:
             experience.hand_in([(work.ticket, work.group()) for work in finished])
         experience.keep([(work.ticket, work.samples()) for work in self.work.values() if work.tokens])
         experience.hand_back(self.role.worker)
+
+
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks; one whose engine does not let go is left to itself."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=ABORT_S)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # it was seen, and nobody needs to be told once more

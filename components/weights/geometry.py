@@ -99,7 +99,18 @@ def read_geometry(file: Path, uri: str) -> Geometry:
         values = None
     if not isinstance(values, dict):
         raise BadData(f"{uri}: is missing or no JSON object; give a folder that save_pretrained wrote")
-    return geometry_of(values, uri)
+    return geometry_of({**values, "eos_token_id": _ends(values, file)}, uri)
+
+
+def _ends(values: dict[str, Any], file: Path) -> Any:
+    """Tokens that end a completion: engines take those of generation_config.json, should there be one, besides."""
+    ends = values.get("eos_token_id")
+    try:
+        more = json.loads(file.with_name("generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return ends
+    found = [one for each in (ends, more) for one in (each if isinstance(each, list) else [each]) if one is not None]
+    return list(dict.fromkeys(found)) or None
 
 
 def geometry_of(values: dict[str, Any], uri: str) -> Geometry:

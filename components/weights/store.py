@@ -148,7 +148,10 @@ class WeightsStore:
         """
         folder = self._ready(self.manifest(version))
         if start is not None:
-            adopt(folder, start)
+            try:
+                adopt(folder, start)
+            except OSError as error:
+                raise self._unwritable(version, error) from None
         return folder
 
     def load(self, version: int) -> dict[str, torch.Tensor]:
@@ -291,7 +294,10 @@ class WeightsStore:
 
     def _ready(self, manifest: Manifest) -> Path:
         """The folder of a version, held."""
-        return self.folders.hold(manifest.version, manifest.digest) or self._made(manifest)
+        try:
+            return self.folders.hold(manifest.version, manifest.digest) or self._made(manifest)
+        except OSError as error:
+            raise self._unwritable(manifest.version, error) from None
 
     def _made(self, manifest: Manifest) -> Path:
         """Make the folder of a version, from the nearest one that is there or a whole version."""
@@ -299,21 +305,21 @@ class WeightsStore:
             if (folder := self.folders.hold(manifest.version, manifest.digest)) is not None:
                 return folder  # another process made it meanwhile
             try:
-                try:
-                    self._assemble(manifest, use_folders=True)
-                except BadData:
-                    # A folder that it started from may be damaged; the store itself decides.
-                    self._assemble(manifest, use_folders=False)
-            except OSError as error:
-                raise BadConfig(
-                    f"{self.folders.root}: the folder of version {manifest.version} cannot be written ({error}); free"
-                    " space or mend the permissions of storage.scratch, then resume the run"
-                ) from None
+                self._assemble(manifest, use_folders=True)
+            except BadData:
+                # A folder that it started from may be damaged; the store itself decides.
+                self._assemble(manifest, use_folders=False)
             folder = self.folders.hold(manifest.version, manifest.digest)
             self.folders.let_go()
         if folder is None:
             raise BadData(f"{self.folders.root}: version {manifest.version} was removed as soon as it was made")
         return folder
+
+    def _unwritable(self, version: int, error: OSError) -> BadConfig:
+        return BadConfig(
+            f"{self.folders.root}: the folder of version {version} cannot be written ({error}); free space or mend the"
+            " permissions of storage.scratch, then resume the run"
+        )
 
     def _assemble(self, manifest: Manifest, use_folders: bool) -> None:
         chain, start = self._chain(manifest, use_folders)

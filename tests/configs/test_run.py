@@ -111,6 +111,11 @@ def test_committed_files_load_and_survive_the_trip(file: Path, tmp_path: Path) -
         ({"sglang": {"urls": ["http://a:1"], "service": "s:1"}}, "urls and service are both set"),
         ({"sglang": {"urls": ["http://a:1"]}, "rollout": {"workers": 2}}, "names 1 servers for 2 rollout workers"),
         ({"sglang": {"urls": ["http://user:secret@a:1"]}}, "holds a user or a password"),
+        ({"sglang": {"urls": ["http://a:99999"]}}, "is no address of a server"),
+        ({"sglang": {"urls": ["http://a:1/sub"]}}, "is no address of a server"),
+        ({"sglang": {"urls": ["http://a:1", "http://a:1/"]}}, "names a server twice"),
+        ({"sglang": {"extra_arguments": ["--host=0.0.0.0"]}}, "holds --host, which the worker sets itself"),
+        ({"sglang": {"tensor_parallel": 8, "data_parallel_attention": 2}}, "no engine could prove what it holds"),
         ({"sglang": {"tensor_parallel": 8, "data_parallel_attention": 3}}, "8 is not a multiple of"),
         (
             {"sglang": {"urls": ["http://a:1"]}, "loop": {"roles": "kubernetes"}, "storage": {"root": "s3://b/r"}},

@@ -128,6 +128,19 @@ def test_greedy_takes_the_likeliest_token(subject: Subject) -> None:
         assert int(np.argmax(others)) == one.tokens[position]
 
 
+def test_greedy_and_sampled_groups_that_are_asked_together_keep_apart(subject: Subject) -> None:
+    async def story() -> list[list[Completion]]:
+        sampled = subject.request(24, size=8)
+        asked = [sampled, subject.request(24, greedy=True), subject.request(24, size=8, temperature=0.7)]
+        return list(await asyncio.gather(*(subject.generate(request) for request in asked)))
+
+    sampled, greedy, cooler = subject.run(story())
+    assert len({tuple(one.tokens) for one in greedy}) == 1
+    assert len({tuple(one.tokens) for one in sampled}) > 1
+    for one, temperature in [*((one, 1.0) for one in sampled), *((one, 0.7) for one in cooler)]:
+        assert np.abs(one.logprobs - subject.first.logprobs(PROMPT, one.tokens, temperature)).max() < GAP
+
+
 def test_a_completion_ends_with_the_end_of_sequence(subject: Subject) -> None:
     completions = subject.run(subject.generate(subject.request(8, 3, prompt=[*PROMPT, LAST])))
     assert [(len(one.tokens), one.finish) for one in completions] == [(1, "stop")] * 3

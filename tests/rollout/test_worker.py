@@ -151,6 +151,43 @@ def test_what_a_leaving_worker_had_is_continued_by_another(make_site: Callable[.
     assert balanced(site) and site.experience.redis.hlen(site.experience.key("partials")) == len(second.work)
 
 
+def test_a_partial_of_an_older_version_is_continued_and_kept(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    site.publish(0)
+    first = site.worker("rollout-1")
+    site.run(first, lambda: any(work.tokens > 200 for work in first.work.values()))
+    begun = {work.ticket.group: work.samples() for work in first.work.values()}
+    site.publish(1)
+    second = site.worker("rollout-2")
+    site.run(second, lambda: site.experience.counters().get("generated", 0) >= 2)
+    assert second.updates.proven == {1}
+    groups = [group for group in site.handed_in() if group.id in begun]
+    assert groups
+    for group in groups:
+        for sample, earlier in zip(group.samples, begun[group.id], strict=True):
+            count = len(earlier.token_ids)
+            assert [tuple(span) for span in sample.spans] == [(0, 0, count), (1, count, TOKENS)]
+            assert sample.token_ids[:count].tolist() == earlier.token_ids.tolist()
+
+
+def test_a_report_of_an_earlier_process_proves_nothing(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    site.publish(0)
+    target = Target(0, site.weights.manifest(0).digest)
+    worker = site.worker("rollout-1", site.engine(Scrambled))
+    stale = threading.Event()
+
+    def report_as_the_dead_did() -> None:
+        if not stale.is_set() and site.experience.target() == target:
+            stale.set()
+            for _ in range(20):
+                site.experience.report("rollout-1", target, 0.1)
+
+    with pytest.raises(Failure, match="quarantined: rollout-1 holds version 0"):
+        site.run(worker, lambda: False, report_as_the_dead_did)
+    assert stale.is_set() and not site.handed_in()
+
+
 @pytest.mark.parametrize("update", ["in_place", "retract", "abort"])
 def test_running_generations_go_on_with_new_weights(update: str, make_site: Callable[..., Site]) -> None:
     site = make_site(update=update)
@@ -180,6 +217,15 @@ class Deaf(InProcessEngine):
         await super().load(target, source, mode)
         if target.version:
             self.policy.load(tensors, "memory")
+
+
+class Scrambled(InProcessEngine):
+    """Holds something else than it was given, from the first version on."""
+
+    async def load(self, target: Target, source: Pull | Collective, mode: UpdateMode) -> None:
+        await super().load(target, source, mode)
+        next(iter(self.policy.tensors.values())).add_(1.0)
+        await asyncio.sleep(0.5)  # so that reports of others come first
 
 
 def test_an_engine_with_other_weights_than_it_says_serves_nothing(make_site: Callable[..., Site]) -> None:
@@ -225,6 +271,29 @@ class Meddled(Frail):
 
     async def health(self) -> Health:
         return Health(State.READY if self._going.is_set() else State.PAUSED)
+
+
+class Slow(InProcessEngine):
+    """Loads for as long as it is let."""
+
+    async def load(self, target: Target, source: Pull | Collective, mode: UpdateMode) -> None:
+        if target.version:
+            await asyncio.sleep(3600)
+        await super().load(target, source, mode)
+
+
+def test_a_worker_that_loads_leaves_when_it_is_told(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    site.publish(0)
+    worker = site.worker("rollout-1", site.engine(Slow))
+
+    def publish_when_under_way() -> None:
+        under_way = any(work.tokens > 100 for work in worker.work.values())
+        if under_way and site.experience.announced() == Target(0, site.weights.manifest(0).digest):
+            site.publish(1)
+
+    site.run(worker, lambda: worker.updates.held is None and bool(worker.updates.proven), publish_when_under_way)
+    assert site.experience.redis.hlen(site.experience.key("partials")) > 0 and balanced(site)
 
 
 @pytest.mark.parametrize("kind", [Frail, Meddled])

@@ -64,7 +64,8 @@ def test_a_command_line_is_as_recorded(
         ),
         ("p5en", "deepep-efa", {}, {"tensor_parallel": 8, "expert_parallel": 4}, "spread the experts over all 8 GPUs"),
         ("p5en", "slime-baseline", {}, {"tensor_parallel": 8, "expert_parallel": 3}, "not a multiple"),
-        ("p5en", "slime-baseline", {"transfer": "collective"}, {}, "no begin_weight_update"),
+        ("p5en", "slime-baseline", {"transfer": "collective", "collective_backend": "nccl"}, {}, "no begin_weight_update"),
+        ("p5en", "deepep-efa", {"transfer": "collective"}, {}, "gloo, which does not reach GPUs"),
     ),
 )  # fmt: skip
 def test_what_does_not_go_is_refused_in_a_sentence(
