@@ -70,7 +70,8 @@ def render(
         _increments(stack), "--stream-interval", str(STREAM_INTERVAL), "--grammar-backend", "none",
         "--log-level-http", "warning", "--context-length", str(_context(folder) + CONTEXT_KEPT_BACK),
     ]  # fmt: skip
-    arguments += ["--device", "cpu"] if cpu else _gpu_arguments(config, stack)
+    # Without work its scheduler would keep a core busy, which training needs.
+    arguments += ["--device", "cpu", "--sleep-on-idle"] if cpu else _gpu_arguments(config, stack)
     if tokens := config.max_total_tokens or (CPU_TOKENS if cpu else 0):
         arguments += ["--max-total-tokens", str(tokens)]
     if config.routed_experts:
