@@ -15,8 +15,10 @@ from pydantic import Field, model_validator
 from configs.address import Address, WebAddress
 from configs.document import Document, read_yaml, validated
 from configs.failure import BadConfig
+from configs.kernels import KernelsConfig
 from configs.kubernetes import KubernetesConfig
 from configs.sglang import SGLangConfig
+from configs.transport import TransportConfig
 
 RUNS = Path(__file__).parent / "runs"
 
@@ -173,6 +175,12 @@ class TrainConfig(Document):
     checkpoint_every: int = Field(default=25, ge=1)
     """Policy updates between durable checkpoints (weights, optimizer, random state, data cursor)."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    ranks: int = Field(default=1, ge=1)
+    """Processes that train together: every one takes a share of the batch and holds a share of the weights (FSDP2). On
+    Kubernetes they are spread evenly over `kubernetes.train.nodes` pods, one a GPU."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts among them; divides `ranks`. Consecutive ranks form a group, so that it stays inside a
+    node where it can."""
 
 
 class LoopConfig(Document):
@@ -260,11 +268,13 @@ class RunConfig(Document):
     sglang: SGLangConfig = SGLangConfig()
     reward: RewardConfig = RewardConfig()
     train: TrainConfig = TrainConfig()
+    kernels: KernelsConfig = KernelsConfig()
     loop: LoopConfig = LoopConfig()
     weights: WeightsConfig = WeightsConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     tracking: TrackingConfig = TrackingConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
+    transport: TransportConfig = TransportConfig()
 
     @model_validator(mode="after")
     def _parts_agree(self) -> RunConfig:
@@ -293,11 +303,30 @@ class RunConfig(Document):
             raise ValueError(
                 f"name {self.name} begins with a digit, which Kubernetes refuses for a Service; begin with a letter"
             )
+        self._ranks_agree()
         if self.rollout.engine == "sglang":
             self._engines_agree()
         if self.reward.verifier == "http" and not self.reward.url:
             raise ValueError("reward.verifier is http, but reward.url is empty; give the address to post to")
         return self
+
+    def _ranks_agree(self) -> None:
+        """Whether the training ranks can be divided as asked."""
+        ranks, experts = self.train.ranks, self.train.expert_parallel
+        if ranks % experts:
+            raise ValueError(
+                f"train.expert_parallel {experts} does not divide train.ranks {ranks}; choose a divisor of the ranks"
+            )
+        if not self.model.checkpoint and self.model.num_experts % experts:
+            raise ValueError(
+                f"train.expert_parallel {experts} does not divide model.num_experts {self.model.num_experts}; choose a"
+                " divisor of the experts"
+            )
+        nodes = self.kubernetes.train.nodes
+        if self.loop.roles == "kubernetes" and ranks % nodes:
+            raise ValueError(
+                f"train.ranks {ranks} cannot be spread evenly over kubernetes.train.nodes {nodes}; choose a multiple"
+            )
 
     def _engines_agree(self) -> None:
         """What SGLang needs of the other sections."""
