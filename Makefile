@@ -6,7 +6,8 @@ BIN := .venv/bin
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup run test lint generate check-generated compiled lock bench-loop bench-rollout bench-queue bench-weights clean \
+.PHONY: help setup run test lint generate check-generated compiled lock bench-loop bench-rollout bench-queue bench-weights \
+	bench-dispatch bench-experts clean run-ranks \
 	images cluster-up cluster-down test-cluster sglang-env run-sglang test-sglang
 
 help:  ## list the targets
@@ -28,6 +29,9 @@ setup: .venv/.ready  ## make the environment (.venv) from requirements.lock
 
 run: .venv/.ready  ## the main job: post-train the tiny MoE (ARGS="…" go to `tandem run`)
 	@$(BIN)/tandem run configs/runs/quickstart.yaml $(ARGS)
+
+run-ranks: .venv/.ready  ## the main job, trained by two ranks that share the experts (ARGS="…" go to `tandem run`)
+	@$(BIN)/tandem run configs/runs/quickstart-ranks.yaml $(ARGS)
 
 test: .venv/.ready  ## all tests that need no cluster (ARGS="…" go to pytest)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -83,7 +87,7 @@ lock: .venv/.ready .uv/bin/uv  ## resolve what pyproject.toml asks for, keeping 
 images: .venv/.ready  ## build the container images for CPUs (root; docs/images.md; ARGS="--push PREFIX" pushes them)
 	@$(BIN)/python -m images.build --stack cpu --bootstrap-base $(ARGS)
 
-bench-loop bench-rollout bench-queue bench-weights: bench-%: .venv/.ready  ## measure (ARGS="…" go to `tandem bench`)
+bench-loop bench-rollout bench-queue bench-weights bench-dispatch bench-experts: bench-%: .venv/.ready  ## measure (ARGS="…" go to `tandem bench`)
 	@$(BIN)/tandem bench $* $(ARGS)
 
 clean:  ## remove the environment (runs stay)

@@ -32,6 +32,12 @@ class Topology(NamedTuple):
         return next(index for index, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
+    def node_of(self) -> tuple[int, ...]:
+        """Index of the node of each rank."""
+        places = {rank: index for index, ranks in enumerate(self.nodes) for rank in ranks}
+        return tuple(places[rank] for rank in range(self.size))
+
+    @property
     def local(self) -> int:
         """This rank's place within its node."""
         return self.nodes[self.node].index(self.rank)
