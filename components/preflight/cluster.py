@@ -42,7 +42,7 @@ def check_cluster(config: RunConfig, cluster: Cluster) -> None:
         # A claim is replaced as it was read, everything else is applied.
         for verb in ("create", "update" if resource == "leases" else "patch", "delete")
     ]
-    wanted += [(group, resource, "list") for group, resource in READ]
+    wanted += [(group, resource, "list") for group, resource in READ] + [("", "pods/log", "get")]
     for group, resource, verb in wanted:
         if not cluster.allowed(Access(verb, group, resource)):
             raise BadConfig(
@@ -60,5 +60,11 @@ def pod_objections(config: RunConfig) -> Iterator[str]:
             yield f"kubernetes.{role}: {objection}"
         if pods.capacity and hardware.capacity_types and pods.capacity not in hardware.capacity_types:
             yield f"kubernetes.{role}.capacity is {pods.capacity}, which {hardware.name} is not sold as; choose another"
-        if pods.nodes > 1:
+        if pods.nodes > 1 and role != "train":
             yield f"kubernetes.{role}.nodes is {pods.nodes}, but {role} is one process so far; set 1"
+    pods, ranks = config.kubernetes.train, config.train.ranks
+    if pods.gpus and ranks > pods.nodes * pods.gpus:
+        yield (
+            f"train.ranks is {ranks}, but kubernetes.train has {pods.nodes * pods.gpus} GPUs for them; lower the ranks, or"
+            " raise nodes or gpus"
+        )

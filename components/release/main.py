@@ -52,18 +52,20 @@ def release(step: Step) -> None:
 
 
 def end_pods(config: RunConfig) -> None:
-    """Delete what the loop of this workflow created in the cluster, should it still be there."""
+    """Delete what the loop and preflight of this workflow created in the cluster, should it still be there."""
+    from components.preflight.proof import proof_name
     from components.rl_loop.cluster import LoopCluster, pod_name
     from components.rl_loop.kubernetes import workflow_of
     from components.rl_loop.objects import JOBSET
 
     cluster = LoopCluster()
-    found = cluster.get(JOBSET, "JobSet", config.name)
     mine = workflow_of(cluster.get("v1", "Pod", pod_name()))
-    if found is None or workflow_of(found) != mine:
-        return  # none, or that of another execution of the run
-    cluster.delete(JOBSET, "JobSet", config.name, uid=found["metadata"]["uid"])
-    print(f"deleted JobSet {config.name}, which outlived its loop", flush=True)
+    for name, maker in ((config.name, "loop"), (proof_name(config), "preflight")):
+        found = cluster.get(JOBSET, "JobSet", name)
+        if found is None or workflow_of(found) != mine:
+            continue  # none, or that of another execution of the run
+        cluster.delete(JOBSET, "JobSet", name, uid=found["metadata"]["uid"])
+        print(f"deleted JobSet {name}, which outlived its {maker}", flush=True)
 
 
 def end_roles(layout: RunLayout) -> list[str]:

@@ -53,6 +53,7 @@ def build_manifest(
     ir: Path | None = None,
     images: Mapping[str, str] | None = None,
     engine: Mapping[str, str] | None = None,
+    proof: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that identifies the build of this run.
 
@@ -61,6 +62,7 @@ def build_manifest(
         ir: The compiled pipeline, if this process can see it; else `TANDEM_IR_SHA256` is taken.
         images: Image references by kind (`control`, `train`).
         engine: Versions of packages that generation has in an environment of its own.
+        proof: What was shown of the transport between training's nodes.
 
     Returns:
         JSON-compatible values; `manifest_bytes` writes them, `manifest_digest` is their digest.
@@ -76,7 +78,7 @@ def build_manifest(
         "packages": {name: _version(name) for name in PACKAGES} | dict(engine or {}),
         "python": platform.python_version(),
         "stack": {"name": config.stack, "sha256": _file_sha256(stack)},
-        "transport": _transport(),
+        "transport": {**_transport(), "proof": dict(proof) if proof else None},
     }
 
 
