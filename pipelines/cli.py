@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from configs.failure import DEFECT, TOLD_TO_LEAVE, BadConfig, Failure
+from pipelines.cli_bench import bench
 from pipelines.cli_cluster import COMMANDS
+from pipelines.cli_options import JSON_FILE, OVERRIDE, write_json
 
-OVERRIDE = click.option(
-    "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a field: train.steps=50."
-)
-
-
-def _writable(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    """Find out before the work that its figures can be written."""
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
-        except OSError as error:
-            raise BadConfig(f"--json {path}: cannot be written ({error.strerror}); name a writable file") from None
-    return path
-
-
-JSON_FILE = click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    callback=_writable,
-    help="Write every figure as one JSON object.",
-)
 RUNS = click.option(
     "--runs",
     type=click.Path(path_type=Path),
@@ -87,7 +65,7 @@ def run(
         return
     execution = Execution(config, resumed=resume is not None, plain=plain)
     summary = execution.run()
-    _write_json(json_file, summary)
+    write_json(json_file, summary)
 
 
 @tandem.command()
@@ -134,7 +112,7 @@ def audit(run_name: str, json_file: Path | None, runs: Path) -> None:
         f"durable updates {result.durable_updates}, leases reclaimed {result.groups_reclaimed},"
         f" duplicates refused {result.duplicates_refused}"
     )
-    _write_json(json_file, msgspec.to_builtins(result) | {"balanced": result.balanced})
+    write_json(json_file, msgspec.to_builtins(result) | {"balanced": result.balanced})
     if result.findings:
         raise Failure(f"the audit of {result.run} fails: {'; '.join(result.findings)}")
     click.echo("balanced: every group is accounted for exactly once")
@@ -192,118 +170,7 @@ def doctor() -> None:
         raise BadConfig(f"{bad[0].what}: {bad[0].mend}")
 
 
-@tandem.group()
-def bench() -> None:
-    """Measure, as ratios of two things run in turn."""
-
-
-@bench.command("rollout")
-@JSON_FILE
-@click.option("--prompts", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--group-size", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--engine", type=click.Choice(["torch", "sglang"]), default="torch", show_default=True)
-def bench_rollout(
-    json_file: Path | None, prompts: int, group_size: int, max_new_tokens: int, rounds: int, engine: str
-) -> None:
-    """An engine beside its reference, same model, same prompts: torch beside transformers' generate, SGLang's server driven
-    by the loop's engine beside the same server driven by SGLang's own benchmark."""
-    if engine == "sglang":
-        from components.rollout.sglang_bench import measure
-    else:
-        from components.rollout.bench import measure
-
-    _figures(measure(prompts, group_size, max_new_tokens, rounds), json_file)
-
-
-@bench.command("queue")
-@JSON_FILE
-@click.option("--groups", type=click.IntRange(min=64), default=20_000, show_default=True)
-def bench_queue(json_file: Path | None, groups: int) -> None:
-    """Groups a second through the experience streams beside redis-benchmark's XADD on the same server."""
-    from components.experience.bench import measure
-
-    _figures(measure(groups), json_file)
-
-
-@bench.command("weights")
-@JSON_FILE
-@click.option("--mib", type=click.IntRange(min=4), default=128, show_default=True, help="Size of the timed version.")
-@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--steps", type=click.IntRange(min=0), default=6, show_default=True, help="Real updates a learning rate.")
-@click.option(
-    "--place",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder to work in; its file system is what is measured.  [default: /dev/shm, or where there is none, here]",
-)
-@click.option("--store", "store_uri", default="", metavar="URI", help="Pull from a shared store: s3://bucket/prefix.")
-@click.option("--checkpoint", default="", metavar="DIR", help="Policy the updates begin with; default: warm one up.")
-@click.option(
-    "--engine",
-    type=click.Choice(["torch", "sglang"]),
-    default="torch",
-    show_default=True,
-    help="sglang: also send versions to a real server, collectively, and measure its pauses.",
-)
-@click.option(
-    "--bucket-mib", type=click.IntRange(min=1), default=16, show_default=True, help="Message of a collective."
-)
-def bench_weights(
-    json_file: Path | None,
-    mib: int,
-    rounds: int,
-    steps: int,
-    place: Path | None,
-    store_uri: str,
-    checkpoint: str,
-    engine: str,
-    bucket_mib: int,
-) -> None:
-    """A version published and pulled, whole and as a difference, beside a raw copy of its bytes."""
-    from components.weights.bench import measure
-
-    memory = Path("/dev/shm")
-    place = place or (memory if memory.is_dir() else Path())
-    figures: dict[str, Any] = {"collective_s": None, "pause_s": None}
-    figures |= measure(mib, rounds, steps, place, store_uri, checkpoint)
-    if engine == "sglang":
-        from components.broadcast.bench import measure as measure_collective
-
-        figures |= measure_collective(6, 512, rounds, bucket_mib)
-    _figures(figures, json_file)
-
-
-@bench.command("loop")
-@click.argument("run_file", type=click.Path(path_type=Path), default=Path("configs/runs/sort8.yaml"))
-@OVERRIDE
-@JSON_FILE
-@click.option("--seeds", default="0,1", show_default=True, help="Seeds, comma-separated.")
-@click.option("--target", type=float, default=0.9, show_default=True, help="Exact match to reach.")
-def bench_loop(run_file: Path, overrides: tuple[str, ...], json_file: Path | None, seeds: str, target: float) -> None:
-    """The asynchronous loop beside the synchronous one, from the same start."""
-    from components.rl_loop.bench import measure
-    from configs.run import load_run
-
-    if not all(seed.strip().isdigit() for seed in seeds.split(",")):
-        raise BadConfig(f"--seeds {seeds}: is no list of numbers; write it as 0,1")
-    _figures(measure(load_run(run_file, overrides), [int(seed) for seed in seeds.split(",")], target), json_file)
-
-
-def _figures(figures: dict[str, Any], json_file: Path | None) -> None:
-    width = max(map(len, figures))
-    for key, value in figures.items():
-        shown = f"{value:,.0f}" if isinstance(value, float) and abs(value) >= 1000 else value
-        click.echo(f"{key:<{width}}  {f'{shown:.4g}' if isinstance(shown, float) else shown}")
-    _write_json(json_file, figures)
-
-
-def _write_json(json_file: Path | None, figures: dict[str, Any]) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-for command in COMMANDS:
+for command in (bench, *COMMANDS):
     tandem.add_command(command)
 
 
