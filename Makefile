@@ -7,7 +7,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup run test lint generate check-generated compiled lock bench-loop bench-rollout bench-queue bench-weights \
-	bench-dispatch bench-experts clean run-ranks \
+	bench-dispatch bench-experts clean run-ranks test-ranks \
 	images cluster-up cluster-down test-cluster sglang-env run-sglang test-sglang
 
 help:  ## list the targets
@@ -35,6 +35,9 @@ run-ranks: .venv/.ready  ## the main job, trained by two ranks that share the ex
 
 test: .venv/.ready  ## all tests that need no cluster (ARGS="…" go to pytest)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-ranks: .venv/.ready  ## the tests of training by several processes (ARGS="…" go to pytest)
+	@$(BIN)/python -m pytest tests/ranks -v $(ARGS)
 
 # An environment of one's own choice, named by TANDEM_SGLANG_PYTHON, is taken as it is.
 SGLANG_ENV := $(if $(TANDEM_SGLANG_PYTHON),,.venv-sglang/.ready)

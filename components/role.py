@@ -171,15 +171,9 @@ def run_role(name: str, body: Callable[[Role], None]) -> NoReturn:
 
     The last line on standard error is the failure's sentence; the loop repeats it to the user.
     """
-    die_with_parent()
-    parser = argparse.ArgumentParser(prog=f"components.{name}.main")
-    parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
-    parser.add_argument("--redis", required=True, help="address of the experience streams")
-    parser.add_argument("--worker", default=f"{name}-0", help="unique name of this process")
-    parser.add_argument("--data", required=True, help="URI of the staged data's manifest")
-    parser.add_argument("--checkpoint", required=True, help="URI of the policy the run starts from")
-    arguments = parser.parse_args()
-    try:
+
+    def started() -> None:
+        arguments = role_arguments(name)
         config = RunConfig.from_json(arguments.config.read_text(), str(arguments.config))
         if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
             raise ToldToLeave(f"{arguments.worker}: the loop that started it is gone")
@@ -187,6 +181,27 @@ def run_role(name: str, body: Callable[[Role], None]) -> NoReturn:
         if not role.layout.scratch_is_shared:
             role.wait_for_redis()
         body(role)
+
+    die_with_parent()
+    ended_by(started)
+
+
+def role_arguments(name: str) -> argparse.Namespace:
+    """What the command line of a role's process says."""
+    parser = argparse.ArgumentParser(prog=f"components.{name}.main")
+    parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
+    parser.add_argument("--redis", required=True, help="address of the experience streams")
+    parser.add_argument("--worker", default=f"{name}-0", help="unique name of this process")
+    parser.add_argument("--data", required=True, help="URI of the staged data's manifest")
+    parser.add_argument("--checkpoint", required=True, help="URI of the policy the run starts from")
+    return parser.parse_args()
+
+
+def ended_by(body: Callable[[], None]) -> NoReturn:
+    """Run `body`, then exit with 0, or with the code of its failure, whose sentence is then the last line on standard
+    error."""
+    try:
+        body()
     except Failure as failure:
         print(failure.sentence, file=sys.stderr, flush=True)
         sys.exit(failure.exit_code)

@@ -172,6 +172,9 @@ class TrainConfig(Document):
     """Cap at which importance weights and ratios are truncated."""
     load_balance: float = Field(default=0.001, ge=0)
     """Weight of the router's load-balance loss."""
+    router_replay: Literal["none", "step"] = "none"
+    """Which experts later minibatches of a step use: those the routers choose by then, or those they chose with the weights
+    the step began with (`step`, one more forward pass), so that a token's ratio never jumps with its routing."""
     checkpoint_every: int = Field(default=25, ge=1)
     """Policy updates between durable checkpoints (weights, optimizer, random state, data cursor)."""
     keep_checkpoints: int = Field(default=2, ge=1)

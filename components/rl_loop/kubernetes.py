@@ -263,7 +263,8 @@ class LoopPods:
             return {"restarted": worker, "exit_code": None, "sentence": f"the pod of {worker} was replaced"}
         self._told.add(ended[0])
         if not _runs(pod):
-            self._awaited.add(worker)  # its Job makes another pod, which is this restart
+            # Its Job makes another pod, which is this restart; a gang is made anew as a whole.
+            self._awaited |= {worker, *(other for other in self._uids if _one_gang(worker, other))}
         code = ended[1]["exitCode"]
         if code == TOLD_TO_LEAVE:
             return {"restarted": worker, "exit_code": code, "sentence": f"{worker} was told to leave"}
@@ -314,6 +315,10 @@ class LoopPods:
 
 def _runs(pod: Pod) -> bool:
     return pod["status"].get("phase") not in ("Succeeded", "Failed")
+
+
+def _one_gang(worker: str, other: str) -> bool:
+    return all(name.partition("-")[0] == "train" for name in (worker, other))
 
 
 def workflow_of(found: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -121,7 +121,8 @@ class LoopObjects:
         template = self._pod(role, image, pods, [f"components.{role}.main", *arguments])
         template["spec"]["restartPolicy"] = "Never"
         if pods.nodes > 1:
-            template["spec"]["containers"][0]["env"] += self._gang(role, pods)
+            ranks = self.config.train.ranks // pods.nodes if role == "train" else 0
+            template["spec"]["containers"][0]["env"] += self._gang(role, pods, ranks)
         rules = [
             {
                 "action": "FailJob",
@@ -146,13 +147,13 @@ class LoopObjects:
             },
         }
 
-    def _gang(self, role: str, pods: RolePods) -> list[Object]:
-        """Where the ranks of a gang meet, under torchrun's names."""
+    def _gang(self, role: str, pods: RolePods, ranks: int = 0) -> list[Object]:
+        """Where the ranks of a gang meet, under torchrun's names; with 0 there is a rank a GPU."""
         name = self.config.name
         index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         return [
             {"name": "PET_NNODES", "value": str(pods.nodes)},
-            {"name": "PET_NPROC_PER_NODE", "value": str(max(1, pods.gpus))},
+            {"name": "PET_NPROC_PER_NODE", "value": str(ranks or max(1, pods.gpus))},
             {"name": "PET_NODE_RANK", "valueFrom": index},
             {"name": "PET_MASTER_ADDR", "value": f"{name}-{role}-0-0.{name}"},
             {"name": "PET_MASTER_PORT", "value": str(RENDEZVOUS_PORT)},

@@ -17,15 +17,19 @@ AT_ONCE = ("InvalidImageName", "ErrImageNeverPull")
 PULL = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", *AT_ONCE)
 CREATE = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+GANG_INDEX = "batch.kubernetes.io/job-completion-index"
 
 Pod = dict[str, Any]
 
 
 def worker_of(pod: Pod) -> str:
-    """Name of the worker in a pod, such as `train` or `rollout-1`."""
+    """Name of the worker in a pod, such as `train` or `rollout-1`; the further pods of a gang are `train-1` and so on."""
     labels = pod["metadata"]["labels"]
     role = labels[ROLE_LABEL]
-    return f"{role}-{labels.get(GROUP_INDEX, '0')}" if role == "rollout" else role
+    if role == "rollout":
+        return f"{role}-{labels.get(GROUP_INDEX, '0')}"
+    place = labels.get(GANG_INDEX, "0")
+    return role if place == "0" else f"{role}-{place}"
 
 
 def container_status(pod: Pod) -> dict[str, Any]:
@@ -67,10 +71,18 @@ def how_it_ended(pod: Pod, ended: dict[str, Any], config: RunConfig) -> str:
 
 
 class Waits:
-    """Tells pods that wait for good from those that only wait: remembers since when each has waited for what."""
+    """Tells pods that wait for good from those that only wait: remembers since when each has waited for what.
 
-    def __init__(self, config: RunConfig) -> None:
+    Args:
+        config: The run's configuration.
+        ready_s: Seconds in which a pod must run; None takes `kubernetes.ready_s`.
+        setting: Where they are set.
+    """
+
+    def __init__(self, config: RunConfig, ready_s: float | None = None, setting: str = "kubernetes.ready_s") -> None:
         self.config = config
+        self._ready_s = config.kubernetes.ready_s if ready_s is None else ready_s
+        self._setting = setting
         self._since: dict[tuple[str, str], float] = {}
 
     def look(self, pod: Pod, warnings: Callable[[], list[str]]) -> None:
@@ -121,12 +133,12 @@ class Waits:
         waited = time.monotonic() - since
         if told and waited > CREATE_S:
             raise BadConfig(f"no pod of {role} can be created ({told[-1]}); raise the quota, or ask for less")
-        if waited > (self.config.kubernetes.queue_s if queue else self.config.kubernetes.ready_s):
+        if waited > (self.config.kubernetes.queue_s if queue else self._ready_s):
             why = f"queue {queue} has not admitted it" if queue else "no event tells why"
             raise ServiceGone(f"there is no pod of {role} after {waited:.0f} s: {why}")
 
     def _pending(self, pod: Pod, warnings: Callable[[], list[str]]) -> None:
-        name, limit, told = pod["metadata"]["name"], self.config.kubernetes.ready_s, ""
+        name, limit, told = pod["metadata"]["name"], self._ready_s, ""
         for condition in pod["status"].get("conditions", []):
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
                 told = f"{condition.get('reason', '')}: {condition.get('message', '')}"
@@ -136,7 +148,7 @@ class Waits:
             told = told or (warnings() or ["no event tells why"])[-1]
             raise ServiceGone(
                 f"pod {name} has not started after {limit:.0f} s ({told}); free or add nodes, ask for less, or raise"
-                " kubernetes.ready_s"
+                f" {self._setting}"
             )
 
     def _waited(self, uid: str, what: str) -> float:

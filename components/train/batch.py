@@ -35,16 +35,36 @@ class Batch(NamedTuple):
         """Completions in the batch (N)."""
         return self.ids.shape[0]
 
-    def select(self, rows: torch.Tensor) -> Batch:
-        """The completions `rows`, in that order."""
+    def select(self, rows: torch.Tensor, width: int = 0) -> Batch:
+        """The completions `rows`, in that order; of none, a row of padding, which a model takes and which counts for
+        nothing.
+
+        Args:
+            rows: int64, places in this batch.
+            width: L of the result; 0 takes the longest completion's.
+        """
+        if not rows.numel():
+            return self._none()
         place = torch.full((self.rows,), -1)
         place[rows] = torch.arange(rows.numel())
         kept = place[self.row] >= 0
-        width = int(self.lengths[rows].max())
+        width = width or int(self.lengths[rows].max())
         return Batch(
             self.ids[rows, :width], self.lengths[rows], place[self.row[kept]], self.column[kept],
             self.behaviour[kept], self.advantage[kept], self.staleness[kept],
         )  # fmt: skip
+
+    def _none(self) -> Batch:
+        no = slice(0, 0)
+        padding = torch.full((1, 2), PAD, device=self.ids.device)
+        return Batch(
+            padding, self.lengths.new_zeros(1), self.row[no], self.column[no],
+            self.behaviour[no], self.advantage[no], self.staleness[no],
+        )  # fmt: skip
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        return Batch(*(each.to(device) for each in self))
 
 
 def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:

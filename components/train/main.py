@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections import Counter
 
@@ -11,27 +12,40 @@ import msgspec
 import torch
 
 from components.experience.group import Group
-from components.role import Orphaned, Role, run_role
+from components.role import Orphaned, Role, ended_by, run_role
+from components.train import follower
 from components.train.catalogue import TrainerState, prune_checkpoints
-from components.train.checkpoint import restore, save_checkpoint
+from components.train.checkpoint import restore
+from components.train.gang import Gang, Node
 from components.train.ledger import Ledger
-from components.weights.policy import checkpoint_tensors, policy_tokenizer
+from components.train.orders import Command
+from components.train.ranks import Ranks
+from components.weights.policy import policy_tokenizer
 from components.weights.store import open_weights
-from configs.failure import BadData, ToldToLeave
+from configs.failure import TOLD_TO_LEAVE, BadData, ToldToLeave
 
 IDLE_S = 0.003
 """Seconds between looks for a batch."""
+LISTEN_S = 1.0
+"""Seconds between looks at whether another rank was told to leave."""
 
 
 class TrainingRole:
-    """The trainer as a role of the loop."""
+    """The trainer as a role of the loop; with several ranks, in the hands of rank 0.
 
-    def __init__(self, role: Role) -> None:
+    Args:
+        role: What the loop gives.
+        ranks: Those that train together; the others follow (`components.train.follower`).
+    """
+
+    def __init__(self, role: Role, ranks: Ranks | None = None) -> None:
         self.role = role
         self.weights = open_weights(role.layout)
         start = role.start
-        self.tokenizer = policy_tokenizer(start)
-        self.trainer, state = restore(role.layout, role.config, start)
+        if ranks is not None:
+            ranks.wait()
+        self.trainer, state = restore(role.layout, role.config, start, ranks)
+        self.command = Command(self.trainer, policy_tokenizer(start), role.layout)
         self.saved = state.step if state else -1
         # What a killed process left half written.
         for torn in (*role.layout.scratch.glob(".checkpoint-*"), *role.layout.weights.glob(".publish-*")):
@@ -44,6 +58,8 @@ class TrainingRole:
     def run(self) -> None:
         """Update until the run's last step, or until told to leave; either way the last step is made durable."""
         role, config = self.role, self.role.config.train
+        if (choice := self.trainer.dispatch) is not None:
+            role.emit("dispatch", self.trainer.step, reason=choice.reason, figures=choice.figures)
         self._publish()
         try:
             while self.trainer.step < config.steps:
@@ -65,8 +81,13 @@ class TrainingRole:
     def _next_batch(self) -> tuple[list[Group], float]:
         """The next step's groups, and the seconds spent waiting for them."""
         start = time.time()
+        listened = 0.0
         while True:
             self.role.check_leaving()
+            if time.monotonic() - listened >= LISTEN_S:
+                listened = time.monotonic()
+                if self.command.told_to_leave():
+                    raise ToldToLeave("another rank of training was told to leave; the work was handed back")
             if groups := self.role.experience.take(self.trainer.step + 1):
                 break
             self.role.pause(IDLE_S)
@@ -77,7 +98,7 @@ class TrainingRole:
     def _update(self, groups: list[Group], waited: float) -> None:
         start = time.time()
         version = self.trainer.step
-        metrics = self.trainer.update(groups)
+        metrics = self.command.update(groups)
         trained = time.time()
         digest = self._publish()
         end = time.time()
@@ -96,7 +117,7 @@ class TrainingRole:
 
     def _publish(self) -> str:
         """Put the policy into the weights store and announce it; returns its digest."""
-        manifest = self.weights.publish(self.trainer.step, checkpoint_tensors(self.trainer.model))
+        manifest = self.weights.publish(self.trainer.step, self.command.tensors())
         self.role.experience.announce(manifest.version, manifest.digest)
         self.weights.prune(manifest.version, self.role.config.weights.keep, self.role.experience.held_versions())
         return manifest.digest
@@ -109,7 +130,7 @@ class TrainingRole:
         start = time.time()
         manifest = self.weights.manifest(step)
         state = TrainerState(step, experience.counters().get("issued", 0), manifest.digest)
-        uri = save_checkpoint(self.trainer, self.tokenizer, self.role.layout, state)
+        uri = self.command.checkpoint(state)
         self._acknowledge(step)
         prune_checkpoints(self.role.layout, self.role.config.train.keep_checkpoints)
         self.saved = step
@@ -146,8 +167,20 @@ class TrainingRole:
 def train(role: Role) -> None:
     """Train to the run's last step."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    TrainingRole(role).run()
+    with Gang(role.config, role.layout, sys.argv[1:]) as gang:
+        training = TrainingRole(role, gang.ranks)
+        try:
+            training.run()
+        except ToldToLeave:
+            gang.let_go()
+            training.command.end(TOLD_TO_LEAVE)
+            raise
+        gang.let_go()
+        training.command.end()
 
 
 if __name__ == "__main__":
+    if Node.from_environment().number:
+        # The first node alone speaks to the loop.
+        ended_by(follower.main)
     run_role("train", train)

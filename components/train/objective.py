@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -62,19 +63,35 @@ def surrogate(
         )
 
 
-def load_balance(router_logits: tuple[torch.Tensor, ...], valid: torch.Tensor, top: int) -> torch.Tensor:
+def load_balance(
+    router_logits: tuple[torch.Tensor, ...],
+    valid: torch.Tensor,
+    top: int,
+    chosen: list[torch.Tensor] | None = None,
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Switch-style load-balance loss, mean over layers; 1 when every expert gets the same share (arXiv 2101.03961).
 
     Args:
         router_logits: A tensor [tokens, E] a layer.
         valid: bool [tokens], False for padding.
         top: Experts a token is sent to.
+        chosen: int64 [tokens, top] a layer: the experts that tokens were sent to, where those are not the likeliest.
+        total: Sums a tensor over the ranks that share a batch: the loss is then this rank's share of the global one.
     """
-    total = torch.zeros(())
-    for logits in router_logits:
-        probabilities = logits[valid].float().softmax(-1)
-        experts = probabilities.shape[-1]
-        chosen = probabilities.topk(top, -1).indices
-        share = F.one_hot(chosen, experts).float().sum(1).mean(0)
-        total = total + experts * (share * probabilities.mean(0)).sum() / top
-    return total / len(router_logits)
+    experts = router_logits[0].shape[-1]
+    probabilities = [logits[valid].float().softmax(-1) for logits in router_logits]
+    if chosen is None:
+        picked = [each.topk(top, -1).indices for each in probabilities]
+    else:
+        picked = [each[valid] for each in chosen]
+    counts = torch.stack([F.one_hot(each, experts).float().sum((0, 1)) for each in picked])
+    counted = torch.cat([counts.reshape(-1), valid.sum().float()[None]])
+    if total is not None:
+        counted = total(counted)
+    tokens = counted[-1]
+    shares = counted[:-1].reshape(counts.shape) / tokens
+    loss = torch.zeros((), device=tokens.device)
+    for share, each in zip(shares, probabilities, strict=True):
+        loss = loss + experts * (share * (each.sum(0) / tokens)).sum() / top
+    return loss / len(router_logits)

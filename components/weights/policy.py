@@ -89,8 +89,14 @@ def load_policy(folder: Path) -> PreTrainedModel:
         raise BadData(f"{folder}: no safetensors weights can be read there ({str(error).splitlines()[0]})") from None
 
 
-def save_policy(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a Hugging Face folder: config, safetensors weights under checkpoint names, tokenizer."""
+def save_policy(
+    model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, tensors: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write a Hugging Face folder: config, safetensors weights under checkpoint names, tokenizer.
+
+    Args:
+        tensors: The weights under checkpoint names, where the model's own parameters are but shards of them.
+    """
     from safetensors.torch import save_file
     from transformers import PreTrainedTokenizerFast
 
@@ -102,8 +108,9 @@ def save_policy(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> N
     written["num_experts"] = model.config.num_experts
     (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
     # Views of fused experts share storage, which safetensors refuses: each becomes its own tensor in the file.
-    tensors = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    views = checkpoint_tensors(model) if tensors is None else tensors
+    owned = {name: tensor.detach().clone() for name, tensor in views.items()}
+    save_file(owned, folder / "model.safetensors", metadata={"format": "pt"})
     named = {}
     for role in ("bos", "eos", "pad"):
         ids = getattr(model.config, f"{role}_token_id", None)

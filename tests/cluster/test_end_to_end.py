@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from components.rl_loop.objects import JOBSET, LEADER_WORKER_SET
+from components.rl_loop.pods import worker_of
 from components.step import read_marker
 from components.storage.layout import RunLayout
 from components.train.catalogue import latest_checkpoint
@@ -183,6 +184,33 @@ def test_a_run_survives_a_lost_rollout_pod_and_is_published(site: Site, figures:
     assert not site.left("whole")
     # Submitting the same again finds it and starts nothing.
     assert "succeeded" in site.submit("whole").out
+
+
+def test_a_gang_of_two_pods_shares_the_experts_and_survives_a_lost_rank(site: Site, figures: dict[str, Any]) -> None:
+    """Two pods train one policy; one is lost, and the gang is made anew. The transport between them was looked at before."""
+    gang = ("kubernetes.train.nodes=2", "train.ranks=2", "train.expert_parallel=2", "train.steps=12",
+            "train.checkpoint_every=4")  # fmt: skip
+    started = time.monotonic()
+    site.submit("gang", *gang)
+    site.wait_for_checkpoint("gang")
+    figures["gang_submit_to_checkpoint_s"] = round(time.monotonic() - started, 1)
+    lost = next(pod for pod in site.pods("gang", "train") if worker_of(pod) == "train-1")
+    site.cluster.api.core.delete_namespaced_pod(lost["metadata"]["name"], site.namespace, grace_period_seconds=0)
+    state = site.wait_ended("gang")
+    figures["gang_total_s"] = round(time.monotonic() - started, 1)
+    assert state["state"] == "succeeded", state
+
+    layout = site.layout("gang")
+    assert latest_checkpoint(layout) == "step-000012"
+    audit = json.loads(layout.store.read("audit.json"))
+    assert audit["groups_issued"] == audit["groups_durable"] + audit["groups_dropped"] and not audit["findings"]
+    events = [json.loads(line) for line in layout.store.read("events.jsonl").splitlines()]
+    assert any(event["event"] == "restart" and event["restarted"].startswith("train") for event in events)
+    steps = [event["metrics"] for event in events if event["event"] == "step"]
+    assert all("train/moe/max_violation" in metrics for metrics in steps)
+    transport = json.loads(layout.store.read("manifest.json"))["transport"]
+    assert transport["proof"]["carried_by"] == "tcp (eth0)"
+    assert not site.left("gang")
 
 
 def _process_of(pod_uid: str, module: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from components.preflight.cluster import pod_objections
 from components.rl_loop.kubernetes import redis_url
 from components.rl_loop.objects import INPUTS, Identity, LoopObjects
 from components.role import Inputs
@@ -32,6 +33,7 @@ GPU_NODE = {
 LARGE = {
     "hardware": "p5en",
     "rollout": {"workers": 16},
+    "train": {"ranks": 128, "expert_parallel": 8},
     "kubernetes": {
         "queue": "tandem",
         "redis_storage_gib": 50,
@@ -136,3 +138,17 @@ def test_broadcast_has_torch_only_where_it_sends(transfer: str, image: str) -> N
     jobs = objects_of(values).jobset()["spec"]["replicatedJobs"]
     images = {job["name"]: job["template"]["spec"]["template"]["spec"]["containers"][0]["image"] for job in jobs}
     assert images["broadcast"].startswith(f"r/{image}@")
+
+
+def test_training_ranks_are_spread_evenly_over_the_pods() -> None:
+    objects = objects_of({"train": {"ranks": 4}, "kubernetes": {"train": {"nodes": 2}}})
+    train = objects.jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert train["completions"] == 2
+    values = {each["name"]: each.get("value") for each in train["template"]["spec"]["containers"][0]["env"]}
+    assert (values["PET_NNODES"], values["PET_NPROC_PER_NODE"]) == ("2", "2")
+    assert list(pod_objections(objects.config)) == []
+
+
+def test_more_training_ranks_than_gpus_are_refused() -> None:
+    config = objects_of({**LARGE, "train": {"ranks": 160, "expert_parallel": 8}}).config
+    assert any("train.ranks is 160, but kubernetes.train has 128 GPUs" in each for each in pod_objections(config))

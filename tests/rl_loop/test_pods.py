@@ -93,3 +93,10 @@ def test_memory_and_last_words_reach_the_user() -> None:
     failed = pod(containerStatuses=ended(69))
     assert how_it_ended(failed, ended(69)[0]["state"]["terminated"], RunConfig()).endswith("its last words: last")
     assert worker_of(failed) == "rollout-0"
+
+
+def test_every_pod_of_a_gang_has_a_name_of_its_own() -> None:
+    first, second = pod(role="train"), pod(role="train")
+    for index, each in enumerate((first, second)):
+        each["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = str(index)
+    assert [worker_of(first), worker_of(second)] == ["train", "train-1"]

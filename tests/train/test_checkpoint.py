@@ -82,7 +82,7 @@ def test_only_complete_checkpoints_count_and_old_ones_go(make_config: Make) -> N
 def test_a_damaged_checkpoint_is_one_sentence(make_config: Make, tmp_path: Path) -> None:
     layout = layout_of(make_config())
     save(Trainer(policy(), layout.config), layout)
-    file = layout.store.local("checkpoints/step-000000/trainer/optimizer.safetensors")
+    file = layout.store.local("checkpoints/step-000000/trainer/optimizer/shard-00001-model-00001-of-00001.safetensors")
     assert file is not None
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_one_sentence(make_config: Make, tmp_path: Path)
 def test_a_full_disk_costs_the_new_checkpoint_only(make_config: Make, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], check=True)
     try:
         layout = layout_of(make_config(storage={"root": str(disk), "scratch": str(disk)}))
         trainer = Trainer(policy(), layout.config)

@@ -158,3 +158,16 @@ def test_the_learning_rate_warms_up_and_decays(make_config: Make) -> None:
     assert rates[:3] == pytest.approx([0.25, 0.5 * 0.95, 0.75 * 0.9])
     assert rates[10] == pytest.approx(0.5)
     assert rates[19] == pytest.approx(0.1)
+
+
+def test_replayed_routing_keeps_later_minibatches_on_the_experts_the_step_began_with(make_config: Make) -> None:
+    """It changes what they learn once the routers have moved, and nothing while they have not."""
+
+    def trained(rate: float, replay: str) -> str:
+        settings = {"minibatches": 4, "warmup_steps": 0, "learning_rate": rate, "router_replay": replay}
+        trainer = Trainer(policy(), make_config(train=settings))
+        trainer.update(sampled(trainer, 8))
+        return digest(trainer)
+
+    assert trained(1e-12, "step") == trained(1e-12, "none")
+    assert trained(3e-2, "step") != trained(3e-2, "none")

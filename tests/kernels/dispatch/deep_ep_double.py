@@ -44,7 +44,7 @@ def _give_back(group: dist.ProcessGroup, path: Path, rows: torch.Tensor) -> torc
 
 
 def _plan(group: dist.ProcessGroup, topk_idx: torch.Tensor, num_experts: int) -> Path:
-    assert num_experts % group.size() == 0 and topk_idx.dtype == topk_idx_t
+    assert num_experts % group.size() == 0 and topk_idx.dtype == topk_idx_t and topk_idx.is_contiguous()
     assert len(topk_idx) > 0, "a rank without tokens"
     per_rank = num_experts // group.size()
     to_rank = [
@@ -144,6 +144,7 @@ class ElasticBuffer:
             # The real one would compute a number of multiprocessors from num_experts, which is None.
             assert topk_idx is None and num_sms > 0
             return _rows(x, lambda rows: _send(self.group, handle.path, rows)), None, None, handle, None
+        assert num_experts <= 2048 and num_experts // self.group.size() <= 256
         used = topk_idx[topk_idx >= 0]
         assert len(topk_idx) == len(values) and (not len(used) or used.max() < num_experts)
         for row in topk_idx:

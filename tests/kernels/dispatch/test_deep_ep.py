@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 
 from configs.failure import BadConfig
 from configs.kernels import DeepEPConfig, KernelsConfig
+from kernels.dispatch import choose
 from kernels.dispatch.contract import Dispatcher
-from kernels.dispatch.deep_ep import DeepEP, available
+from kernels.dispatch.deep_ep import DeepEP, why_not
 from kernels.dispatch.deep_ep_environment import (
     Around,
     Library,
@@ -23,6 +25,7 @@ from kernels.dispatch.deep_ep_environment import (
     choose_api,
     describe,
     load,
+    make_ready,
     mapped_nccl,
     objections,
     prepare,
@@ -137,10 +140,90 @@ def test_it_is_not_for_one_rank_nor_for_many_experts_a_token() -> None:
         opened(pair, 64).dispatch(torch.zeros(1, 8), torch.arange(33)[None], torch.ones(1, 33))
 
 
+def _experts(member: Member) -> str:
+    """A token that names an expert 9 times, of 256: 9 copies of each are too many."""
+    backend = opened(member.topology(1), 256)
+    try:
+        backend.dispatch(torch.zeros(1, 16), torch.zeros((1, 9), dtype=torch.int64), torch.ones(1, 9))
+    except BadConfig as failure:
+        return failure.sentence
+    return ""
+
+
+def test_more_experts_than_it_has_room_for_are_told(fleet: Callable[[int], Fleet]) -> None:
+    words = "deep_ep has room for 2048 experts and 256 a rank, not 2304 and 1152 (9 copies of each,"
+    assert all(sentence.startswith(words) for sentence in fleet(2).run(_experts))
+
+
+def _strided(member: Member) -> bool:
+    """Experts and weights as slices of wider tables."""
+    idx, weights = torch.tensor([[0, 9, 3, 9], [2, 9, 1, 9]])[:, ::2], torch.rand(2, 4)[:, ::2]
+    for api in ("elastic", "legacy"):
+        backend = opened(member.topology(1), 4, api=api)
+        there = backend.dispatch(torch.ones(2, 16), idx, weights)
+        backend.combine(there.x, there.route)
+        backend.close()
+    return True
+
+
+def test_tables_may_be_slices(fleet: Callable[[int], Fleet]) -> None:
+    assert fleet(2).run(_strided) == [True, True]
+
+
+PAIR = Topology(None, 0, ((0, 1),))  # type: ignore[arg-type]
+
+
 def test_it_is_not_available_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert not available()
+    assert why_not(KernelsConfig(), PAIR) == "there is no GPU"
+
+
+def _left_out(member: Member, package: str, gin: str) -> tuple[list[str], str]:
+    """What `auto` would choose among if this rank had a GPU, and a deep_ep without ElasticBuffer."""
+    kernels = KernelsConfig(deep_ep=DeepEPConfig(api="elastic", gin=gin))  # type: ignore[arg-type]
+    before = os.environ.get("NCCL_GIN_TYPE")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        patch.setattr("kernels.dispatch.deep_ep_environment.mapped_nccl", lambda: ())
+        patch.setenv("EP_REUSE_NCCL_COMM", "0")
+        patch.setenv("NCCL_GIN_TYPE", "2" if member.rank else "5")
+        patch.syspath_prepend(package)
+        made = choose._possible(kernels, member.topology(2), torch.device("cuda"))
+    assert os.environ.get("NCCL_GIN_TYPE") == before
+    return made
+
+
+def test_auto_leaves_it_out_by_the_configuration_and_says_why(fleet: Callable[[int], Fleet], tmp_path: Path) -> None:
+    package(tmp_path, elastic=False)
+    told = fleet(2).run(_left_out, str(tmp_path), "environment")
+    words = "; without deep_ep, as rank 0 says: deep_ep at "
+    assert all(names == ["all_to_all"] and why.startswith(words) and "no ElasticBuffer" in why for names, why in told)
+    # Only one rank objects, and all leave it out alike.
+    told = fleet(2).run(_left_out, str(tmp_path), "efa-gda")
+    assert told[0] == told[1] and "rank 0 says" in told[0][1]
+    told = fleet(2).run(_left_out, str(tmp_path), "proxy")
+    assert told[0] == told[1] and "rank 0 says: kernels.deep_ep.gin is proxy (NCCL_GIN_TYPE=2), but" in told[0][1]
+
+
+def test_a_rank_gets_ready_before_its_first_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def variables(kernels: KernelsConfig, given: str = "") -> dict[str, str]:
+        with monkeypatch.context() as patch:
+            environment = {"NCCL_GIN_TYPE": given} if given else {}
+            patch.setattr("os.environ", environment)
+            patch.setattr("kernels.dispatch.deep_ep_environment.prepare.__defaults__", (environment,))
+            make_ready(kernels)
+            return environment
+
+    gda = DeepEPConfig(gin="efa-gda")
+    assert variables(KernelsConfig(dispatch="hierarchical", deep_ep=gda)) == {}
+    for dispatch in ("auto", "deep_ep"):
+        made = variables(KernelsConfig(dispatch=dispatch, deep_ep=gda))  # type: ignore[arg-type]
+        assert made == {"EP_REUSE_NCCL_COMM": "0", **GDA}
+    # What `auto` may leave out does not end the run.
+    assert variables(KernelsConfig(deep_ep=gda), given="2")["NCCL_GIN_TYPE"] == "2"
+    with pytest.raises(BadConfig, match="kernels.deep_ep.gin is efa-gda"):
+        variables(KernelsConfig(dispatch="deep_ep", deep_ep=gda), given="2")
 
 
 STOCK = Library("/x/deep_ep", elastic=True, ibgda=True, unordered=False)
@@ -214,11 +297,22 @@ def test_the_interface_follows_the_package() -> None:
     assert choose_api(DeepEPConfig(api="legacy"), STOCK) == "legacy"
 
 
-def test_sizing_needs_the_interface_it_asks_about(tmp_path: Path) -> None:
-    assert not can_size_itself({}, tmp_path)
-    (tmp_path / "mlx5_0").mkdir()
-    assert can_size_itself({}, tmp_path)
-    assert not can_size_itself({"EP_NIC_NAME": "rdmap0s1"}, tmp_path)
+@pytest.mark.parametrize(
+    ("rdma", "nvlink", "across_nodes", "can"),
+    [
+        (50.0, 450.0, True, True),
+        (0, 450.0, True, False),
+        (50.0, 0, True, False),
+        (0, 450.0, False, True),
+        (0, 0, False, False),
+    ],
+)
+def test_sizing_needs_the_speeds_it_divides_by(rdma: float, nvlink: float, across_nodes: bool, can: bool) -> None:
+    envs = types.SimpleNamespace(get_rdma_gbs=lambda: rdma, get_nvlink_gbs=lambda: nvlink)
+    library = types.ModuleType("deep_ep")
+    assert not can_size_itself(library, across_nodes)
+    library.utils = types.SimpleNamespace(envs=envs)  # type: ignore[attr-defined]
+    assert can_size_itself(library, across_nodes) == can
 
 
 def test_copies_of_nccl_are_counted_by_file(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ from kernels.dispatch.deep_ep_environment import LEGACY_RANKS, Library, describe
 from tests.kernels.dispatch import deep_ep_double as double
 from tests.kernels.dispatch.deep_ep_wheel import Signature, assigned, requirement, signatures, wheel
 
+ROOT = Path(__file__).parents[3]
 CLASSES = {"ElasticChannel": ("ElasticBuffer", "elastic.py"), "LegacyChannel": ("Buffer", "legacy.py")}
 RELIED = {
     ("ElasticBuffer", "dispatch"): {
@@ -143,7 +147,12 @@ def test_the_facts_behind_the_rules_still_hold() -> None:
         assert f"            {ranks}: Config(" in legacy
     # Auto-sizing divides by a speed that is read from one named interface, 0 if it is not there.
     assert "rdma_traffic / rdma_gbs" in elastic
-    assert "os.getenv('EP_NIC_NAME', 'mlx5_0')" in (folder / "utils" / "envs.py").read_text()
+    envs = (folder / "utils" / "envs.py").read_text()
+    assert "os.getenv('EP_NIC_NAME', 'mlx5_0')" in envs
+    assert "def get_rdma_gbs(" in envs and "def get_nvlink_gbs(" in envs and "nvlink_traffic / nvlink_gbs" in elastic
+    layout = (folder / "include" / "deep_ep" / "common" / "layout.cuh").read_text()
+    assert f"kNumMaxExperts = {deep_ep_buffers.ElasticChannel.most_experts};" in layout
+    assert f"kNumMaxExpertsPerRank = {deep_ep_buffers.ElasticChannel.most_local};" in layout
     # It would compute a number of multiprocessors before it looks at the handle.
     body = elastic[elastic.index("    def dispatch(") :]
     assert body.index("self.get_theoretical_num_sms(num_experts, num_topk) if num_sms == 0") < body.index(
@@ -155,6 +164,48 @@ def test_the_facts_behind_the_rules_still_hold() -> None:
     copied = (kernels / "dispatch_copy_epilogue.cuh").read_text()
     assert "ptx::deduplicate(dst_expert_idx, lane_idx) or dst_expert_idx == -1" in copied
     assert 'kNumTopk <= 32, "Too many top-k selections"' in copied
+
+
+IMPORTS = """
+import mmap, sys
+files = [open(name, "rb") for name in sys.argv[2:]]
+maps = [mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) for file in files]
+sys.path.insert(0, sys.argv[1])
+from configs.kernels import DeepEPConfig
+from kernels.dispatch.deep_ep_environment import load
+print(load(DeepEPConfig(), 1, 8).checked)
+"""
+"""Without torch, which may map an NCCL of its own."""
+
+
+def _import_among(folder: Path, *mapped: str) -> subprocess.CompletedProcess[str]:
+    """Import a package with the wheel's own check of mapped files, in a process that has these mapped."""
+    tree = ast.parse((wheel() / "__init__.py").read_text())
+    check = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check_nccl_so")
+    lines = ["import filecmp, glob, os", f"def find_nccl_root(): return {str(folder)!r}", ast.unparse(check)]
+    lines += ["check_nccl_so()", "checked = not os.environ.get('EP_SUPPRESS_NCCL_CHECK')"]
+    package = folder / "package" / "deep_ep"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text("\n".join(lines))
+    for name in mapped:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"library")
+    files = [str(folder / name) for name in mapped]
+    return subprocess.run(
+        [sys.executable, "-c", IMPORTS, str(package.parent), *files], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "EP_REUSE_NCCL_COMM": "0"},
+    )  # fmt: skip
+
+
+def test_a_network_plugin_is_not_taken_for_a_second_nccl(tmp_path: Path) -> None:
+    nccl, plugin = "lib/libnccl.so.2", "plugin/libnccl-net-ofi.so"
+    alone = _import_among(tmp_path / "before", nccl)
+    assert alone.stdout == "True\n", alone.stderr[-2000:]
+    # The process's first communicator came earlier.
+    late = _import_among(tmp_path / "after", nccl, plugin)
+    assert late.stdout == "False\n", late.stderr[-2000:]
+    twice = _import_among(tmp_path / "twice", nccl, "other/libnccl.so.2", plugin)
+    assert "BadConfig: two copies of NCCL are mapped" in twice.stderr
 
 
 def test_the_wheel_is_pinned_by_hash() -> None:

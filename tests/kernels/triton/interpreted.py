@@ -89,6 +89,26 @@ def test_sums_are_weighted_and_leave_out_what_belongs_nowhere() -> None:
     assert not permute.sum_rows(y, torch.full((9,), -1), 4).any()
 
 
+def test_strided_numbers_and_weights_are_read_as_they_are() -> None:
+    y, wide = random(5, 33), random(10, seed=2)
+    rows = torch.tensor([[2, 9], [0, 9], [-1, 9], [2, 9], [1, 9]])[:, 0]
+    assert torch.equal(permute.gather_rows(y, rows), permute.gather_rows(y, rows.contiguous()))
+    weights = wide[::2]
+    want = permute.sum_rows(y, rows.contiguous(), 3, weights.contiguous())
+    assert torch.equal(permute.sum_rows(y, rows, 3, weights), want)
+    values, scales = fp8.quantize(random(6, 300))
+    want = fp8.dequantize(values[::2].contiguous(), scales[::2].contiguous(), torch.float32)
+    assert torch.equal(fp8.dequantize(values[::2], scales[::2], torch.float32), want)
+
+
+def test_columns_may_lie_further_apart_than_32_bits_count() -> None:
+    apart = 2**30
+    # Memory that is not touched, but in three places, takes no room.
+    far = torch.empty(2 * apart + 1, dtype=torch.uint8).as_strided((1, 3), (1, apart))
+    far.copy_(torch.tensor([[3, 7, 9]], dtype=torch.uint8))
+    assert permute.gather_rows(far, torch.tensor([0])).tolist() == [[3, 7, 9]]
+
+
 def test_nothing_is_no_trouble() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert permute.gather_rows(random(3, 5), none).shape == (0, 5)
