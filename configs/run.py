@@ -192,7 +192,10 @@ class LoopConfig(Document):
     max_staleness: int = Field(default=1, ge=0)
     """Versions a group may lag behind the policy that trains on it; 0 makes the loop synchronous."""
     no_progress_s: float = Field(default=120.0, gt=0)
-    """Seconds without a committed group or a new version after which the run ends with a typed error."""
+    """Seconds without a committed group or a new version after which the run ends with a typed error; those in which
+    training starts, publishes a version, or restores or stores a checkpoint do not count."""
+    checkpoint_s: float = Field(default=1800.0, gt=0)
+    """Seconds that training may take to start, to publish a version, or to restore or store a checkpoint."""
     roles: Literal["processes", "kubernetes"] = "processes"
     """What the roles are: processes beside rl_loop, or pods it creates (`tandem submit` sets it)."""
     max_restarts: int = Field(default=3, ge=0)

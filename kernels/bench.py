@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import torch.distributed as dist
 
-from configs.failure import BadConfig, Failure
+from configs.failure import BadConfig, Failure, failure_of
 from kernels.bench_rank import Plan, Rank
 from kernels.dispatch.topology import NODE
 from kernels.fabric import INTERFACE, EmulatedFabric
@@ -53,8 +54,7 @@ def measure(plan: Plan, layout: Layout, tell: Callable[[dict[str, Any]], None]) 
         BadConfig: the fabric cannot be made, or the experts cannot be shared by the ranks.
         Failure: a rank failed.
     """
-    if plan.experts % layout.ranks:
-        raise BadConfig(f"--experts {plan.experts} cannot be shared evenly by {layout.ranks} ranks; give a multiple")
+    _check(plan, layout)
     return _collected(_lines(plan, layout), plan, layout, tell)
 
 
@@ -72,13 +72,29 @@ def measure_joined(plan: Plan, tell: Callable[[dict[str, Any]], None]) -> dict[s
     rank = Rank(plan)
     width = len(rank.topology.nodes[rank.topology.node])
     layout = Layout("joined", len(rank.topology.nodes), width, 0.0)
-    return _collected(rank.run(), plan, layout, tell if rank.topology.rank == 0 else lambda line: None)
+    try:
+        _check(plan, layout)
+        return _collected(rank.run(), plan, layout, tell if rank.topology.rank == 0 else lambda line: None)
+    finally:
+        dist.destroy_process_group()
+
+
+def _check(plan: Plan, layout: Layout) -> None:
+    ranks = layout.nodes * layout.ranks_per_node
+    if plan.experts % ranks:
+        raise BadConfig(f"--experts {plan.experts} cannot be shared evenly by {ranks} ranks; give a multiple")
+    reachable = plan.experts // layout.nodes * max(1, layout.nodes // 2)
+    if "node_limited" in plan.routings and max(plan.tops) > reachable:
+        raise BadConfig(
+            f"--routing node_limited leaves a token {reachable} experts on half of the nodes, but --topk is"
+            f" {max(plan.tops)}; leave it out, or give more --experts"
+        )
 
 
 def _collected(
     lines: Iterator[dict[str, Any]], plan: Plan, layout: Layout, tell: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    figures: dict[str, Any] = {**layout._asdict(), **msgspec.to_builtins(plan), "dtype": "bfloat16"}
+    figures: dict[str, Any] = {**layout._asdict(), **msgspec.to_builtins(plan)}
     for name in ("interface", "store"):
         del figures[name]
     figures |= {"choices": [], "cases": []}
@@ -165,7 +181,8 @@ def _follow(file: Path, processes: list[subprocess.Popen[bytes]], folder: Path) 
         for rank, code in enumerate(codes):
             if code:
                 words = (folder / f"rank-{rank}.err").read_text(errors="replace").strip().splitlines()
-                raise Failure(f"rank {rank} of the measurement ended with {code}: {words[-1] if words else 'no words'}")
+                told = words[-1] if words else f"it ended with {code} and left no words"
+                raise failure_of(code, f"rank {rank} of the measurement: {told}")
         if time.monotonic() > end:
             raise Failure(
                 f"the measurement took more than {LIMIT_S:.0f} s; ask for fewer --tokens, --topk or --routing"

@@ -6,24 +6,28 @@ import argparse
 import json
 import os
 import statistics
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from configs.failure import Failure
 from configs.kernels import KernelsConfig
 from kernels.bench_routing import routing
 from kernels.dispatch.choose import Choice, Shapes, choose_dispatcher, open_dispatcher
 from kernels.dispatch.contract import Dispatcher
+from kernels.dispatch.deep_ep_environment import make_ready
 from kernels.dispatch.topology import Topology, topology_of
 from kernels.links import timed
 
-LEAST_ROUNDS, MOST_ROUNDS, ENOUGH_S = 4, 20, 3.0
+LEAST_ROUNDS, MOST_ROUNDS, ENOUGH_S = 4, 40, 4.0
 """Rounds of a case: between these, until the seconds are spent; the first one warms up."""
 SILENT_S = 300.0
 
@@ -39,6 +43,10 @@ class Plan(msgspec.Struct):
     routings: list[str]
     backends: list[str]
     """`all_to_all`, `hierarchical`, `hierarchical_fp8`, `deep_ep`, `auto`; the first is the reference."""
+    dtype: str = "bfloat16"
+    """Type of the activations."""
+    kernels: dict[str, Any] = {}
+    """`kernels` of a run, for `auto`."""
     chunks: int = 0
     interface: str = ""
     """Network interface whose byte counter tells what left this node; empty: count the payload."""
@@ -75,8 +83,10 @@ class Rank:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            if {"auto", "deep_ep"} & set(plan.backends):
+                make_ready(KernelsConfig())
         place = f"file://{plan.store}" if plan.store else "env://"
-        dist.init_process_group("nccl" if cuda else "gloo", place, limit, world_size=size, rank=rank)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", place, limit, world_size=size, rank=rank)
         assert dist.group.WORLD is not None
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.topology: Topology = topology_of(dist.group.WORLD)
@@ -85,11 +95,11 @@ class Rank:
         """Measure every case; yields choices and cases as they come (the same on every rank)."""
         for top in self.plan.tops:
             for tokens in self.plan.tokens:
-                shapes = Shapes(tokens, self.plan.hidden, self.plan.experts, top, torch.bfloat16)
+                shapes = Shapes(tokens, self.plan.hidden, self.plan.experts, top, getattr(torch, self.plan.dtype))
                 opened: dict[str, Dispatcher] = {}
                 for name in self.plan.backends:
                     if name == "auto":
-                        choice = choose_dispatcher(KernelsConfig(), self.topology, shapes, self.device)
+                        choice = choose_dispatcher(self._kernels(), self.topology, shapes, self.device)
                         opened[name] = choice.dispatcher
                         yield {"choice": _choice(choice, top, tokens)}
                     else:
@@ -99,6 +109,10 @@ class Rank:
                         yield {"case": msgspec.to_builtins(case)}
                 for dispatcher in opened.values():
                     dispatcher.close()
+
+    def _kernels(self) -> KernelsConfig:
+        given = {"dispatch": "auto", "chunks": self.plan.chunks}
+        return KernelsConfig.model_validate({**self.plan.kernels, **given})
 
     def _open(self, name: str, shapes: Shapes) -> Dispatcher:
         plain, _, wire = name.partition("_fp8")
@@ -119,11 +133,10 @@ class Rank:
 
         seconds: dict[str, list[float]] = {name: [] for name in opened}
         sent: dict[str, tuple[int, int, int]] = {}
-        spent, done, names = 0.0, 0, list(opened)
+        spent, done, order = 0.0, 0, Random(0)
         while done < LEAST_ROUNDS or (done < MOST_ROUNDS and spent < ENOUGH_S):
-            # Every backend follows every other one equally often: what one leaves in the wires' queues meets the next.
-            shift = done % len(opened)
-            for name in [*names[shift:], *names[:shift]]:
+            # What one leaves in the wires' queues meets the next, so every round has an order of its own.
+            for name in order.sample(list(opened), len(opened)):
                 dispatcher = opened[name]
                 before = self._counters(dispatcher)
                 seconds[name].append(timed(partial(once, dispatcher), self.topology, self.device))
@@ -166,16 +179,21 @@ def _choice(choice: Choice, top: int, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and write a JSON line a result if this is rank 0."""
+    """Measure, and write a JSON line a result if this is rank 0; a failure is its sentence and its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
     parser.add_argument("output", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank = Rank(msgspec.json.decode(given.plan.read_bytes(), type=Plan))
-    with open(given.output if rank.topology.rank == 0 else os.devnull, "w") as out:
-        for line in rank.run():
-            print(json.dumps(line), file=out, flush=True)
+    try:
+        rank = Rank(msgspec.json.decode(given.plan.read_bytes(), type=Plan))
+        with open(given.output if rank.topology.rank == 0 else os.devnull, "w") as out:
+            for line in rank.run():
+                print(json.dumps(line), file=out, flush=True)
+    except Failure as failure:
+        print(failure.sentence, file=sys.stderr, flush=True)
+        # Other ranks may be in an exchange with this one, which an orderly end would wait for.
+        os._exit(failure.exit_code)
     dist.destroy_process_group()
 
 

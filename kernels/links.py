@@ -43,7 +43,7 @@ def measure_links(topology: Topology, device: torch.device) -> Links:
     neighbours = [peer for peer in nodes[topology.node] if peer != rank]
     inter_s, inter = _level(topology, counterparts, device) if len(nodes) > 1 else (0.0, 0.0)
     intra_s, intra = _level(topology, neighbours, device) if len(nodes) < topology.size else (0.0, 0.0)
-    return Links(inter * len(nodes[topology.node]), intra, inter_s, intra_s)
+    return Links(inter * max(map(len, nodes)), intra, inter_s, intra_s)
 
 
 def _level(topology: Topology, peers: list[int], device: torch.device) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,17 @@ def _figures(figures: dict[str, Any], json_file: Path | None) -> None:
     write_json(json_file, figures)
 
 
-def _numbers(context: click.Context, option: click.Parameter, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0:
-        raise BadConfig(f"{option.opts[0]} {text}: is no list of numbers; write it as 1,8")
-    return numbers
+def _numbers(least: int) -> Any:
+    def split(context: click.Context, option: click.Parameter, text: str) -> list[int]:
+        try:
+            numbers = [int(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if not numbers or min(numbers) < least:
+            raise BadConfig(f"{option.opts[0]} {text}: is no list of numbers of at least {least}; write it as 1,8")
+        return numbers
+
+    return split
 
 
 def _names(known: tuple[str, ...]) -> Any:
@@ -156,11 +160,11 @@ BACKENDS = ("all_to_all", "hierarchical", "hierarchical_fp8", "deep_ep", "auto")
 @click.option(
     "--mbit-s", type=click.FloatRange(min=1), default=400.0, show_default=True, help="Wire of an emulated node."
 )
-@click.option("--run", "run_file", type=click.Path(path_type=Path), help="Run file whose model gives the shapes.")
+@click.option("--run", "run_file", type=click.Path(path_type=Path), help="Run file whose model gives shapes and type.")
 @click.option("--hidden", type=click.IntRange(min=8), default=1024, show_default=True)
 @click.option("--experts", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--topk", "tops", default="1,2,4,8", callback=_numbers, show_default=True)
-@click.option("--tokens", default="64,512,4096", callback=_numbers, show_default=True, help="Tokens a rank.")
+@click.option("--topk", "tops", default="1,2,4,8", callback=_numbers(1), show_default=True)
+@click.option("--tokens", default="64,512,4096", callback=_numbers(0), show_default=True, help="Tokens a rank.")
 @click.option("--routing", "routings", default=",".join(ROUTINGS), callback=_names(ROUTINGS), show_default=True)
 @click.option(
     "--backend",
@@ -178,17 +182,38 @@ def bench_dispatch(json_file: Path | None, run_file: Path | None, **given: Any) 
     from kernels.bench_rank import Plan
 
     if run_file is not None:
-        from configs.run import load_run
-
-        model = load_run(run_file).model
-        given |= {"hidden": model.hidden_size, "experts": model.num_experts, "tops": [model.num_experts_per_tok]}
-    if max(given["tops"]) > given["experts"] or min(given["tops"]) < 1:
+        given |= _shapes(run_file)
+    if max(given["tops"]) > given["experts"]:
         raise BadConfig(f"--topk: must lie between 1 and --experts {given['experts']}")
     layout = Layout(given.pop("fabric"), given.pop("nodes"), given.pop("ranks_per_node"), given.pop("mbit_s"))
     plan = Plan(**given)
-    click.echo(f"{'backend':<17} topk tokens routing       inter-node MB  x fewer        ms  x faster  over wire")
+    if layout.fabric != "joined" or os.environ.get("RANK", "0") == "0":
+        click.echo(f"{'backend':<17} topk tokens routing       inter-node MB  x fewer        ms  x faster  over wire")
     figures = measure_joined(plan, _tell) if layout.fabric == "joined" else measure(plan, layout, _tell)
-    write_json(json_file, figures)
+    if layout.fabric != "joined" or os.environ["RANK"] == "0":
+        write_json(json_file, figures)
+
+
+def _shapes(run_file: Path) -> dict[str, Any]:
+    """What a run's dispatches carry, and how it has them carried."""
+    from configs.run import load_run
+
+    config = load_run(run_file)
+    if config.model.checkpoint:
+        raise BadConfig(
+            f"--run {run_file}: its model comes from {config.model.checkpoint}, which is not read here; give --hidden,"
+            " --experts and --topk instead"
+        )
+    model = config.model
+    return {
+        "hidden": model.hidden_size,
+        "experts": model.num_experts,
+        "tops": [model.num_experts_per_tok],
+        # Training keeps float32.
+        "dtype": "float32",
+        "kernels": config.kernels.model_dump(mode="json"),
+        "chunks": config.kernels.chunks,
+    }
 
 
 def _tell(line: dict[str, Any]) -> None:
@@ -216,7 +241,7 @@ def _tell(line: dict[str, Any]) -> None:
     show_default=True,
     help="Run file whose model and batch give the shapes.",
 )
-@click.option("--ranks", default="2,4", callback=_numbers, show_default=True, help="Ranks that share the experts.")
+@click.option("--ranks", default="2,4", callback=_numbers(1), show_default=True, help="Ranks that share the experts.")
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 def bench_experts(
     json_file: Path | None, overrides: tuple[str, ...], run_file: Path, ranks: list[int], rounds: int
@@ -225,7 +250,11 @@ def bench_experts(
     from components.train.bench import measure
     from configs.run import load_run
 
-    figures = measure(load_run(run_file, overrides), ranks, rounds)
+    config = load_run(run_file, overrides)
+    for size in ranks:
+        if config.model.num_experts % size:
+            raise BadConfig(f"--ranks {size} does not divide the {config.model.num_experts} experts; choose a divisor")
+    figures = measure(config, ranks, rounds)
     _figures(figures["block"], None)
     for case in figures["updates"]:
         click.echo(

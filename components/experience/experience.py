@@ -204,6 +204,14 @@ class Experience(Deliveries):
         """Whether the loop has said lately that it is alive."""
         return bool(self._do(self.redis.exists, self.key("heartbeat")))
 
+    def occupy(self, what: str, seconds: float) -> None:
+        """Training is at something that moves no group, and will say so again within `seconds` if it still is."""
+        self._do(self.redis.set, self.key("occupation"), what, px=int(seconds * 1000))
+
+    def occupation(self) -> str:
+        """What training has lately said it is at, or an empty string."""
+        return (self._do(self.redis.get, self.key("occupation")) or b"").decode()
+
     def emit(self, events: list[bytes]) -> None:
         """Append events (JSON objects) to the run's event stream, capped at 100 000."""
         pipeline = self.redis.pipeline(transaction=False)

@@ -20,7 +20,7 @@ CHANGED = (
     ("", "configmaps"),
     ("coordination.k8s.io", "leases"),
 )
-READ = (("", "pods"), ("", "events"))
+READ = (("", "pods"), ("", "events"), ("jobset.x-k8s.io", "jobsets"))
 """What the loop's ServiceAccount must be able to change, and to read."""
 
 

@@ -21,7 +21,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     efa: bool
     """Whether traffic must go over EFA."""
     gin: Literal["none", "proxy", "efa-gda"] = "none"
-    """The stack's way to start transfers for DeepEP; `none` also where DeepEP is not used."""
+    """How transfers are to be started for DeepEP; `none` also where DeepEP is not used."""
+    deep_ep_gin: Literal["environment", "proxy", "efa-gda"] = "environment"
+    """`kernels.deep_ep.gin`, which the exchange applies to its environment as training does."""
     deep_ep_build: str = "none"
     interfaces: int = 0
     """EFA interfaces each pod asked for."""
@@ -48,6 +50,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Wanted
     findings: Findings
     nodes: tuple[Node, ...]
+    unheard: tuple[int, ...] = ()
+    """Ranks whose own log does not tell what they use."""
+    without_channel: tuple[int, ...] = ()
+    """Ranks whose own log names no channel between nodes."""
 
     @property
     def over_efa(self) -> bool:
@@ -87,6 +93,11 @@ def when(holds: bool, detail: object = "") -> str | None:
     return str(detail) if holds else None
 
 
+def listed(ranks: tuple[int, ...]) -> str:
+    """Ranks in words."""
+    return ", ".join(str(rank) for rank in ranks)
+
+
 def asked(evidence: Evidence) -> bool:
     """Whether EFA has to be there, by demand or by request."""
     return evidence.wanted.efa or evidence.wanted.interfaces > 0
@@ -98,14 +109,25 @@ def on(evidence: Evidence, holds: Callable[[Host], bool]) -> str | None:
 
 
 def too_few(evidence: Evidence) -> str | None:
-    """The pod whose EFA devices did not carry what it sent, in words."""
+    """The pod whose EFA devices did not carry what it sent, in words; of devices that tell nothing this is not known."""
     for node in evidence.nodes:
-        if node.sent and node.moved.rdma_bytes < node.sent * (1 - MARGIN):
+        if node.sent and node.moved.readable and node.moved.rdma_bytes < node.sent * (1 - MARGIN):
             return (
                 f"{node.moved.rdma_bytes / MIB:.1f} MiB of the {node.sent / MIB:.1f} MiB that pod {node.pod} sent passed its"
                 f" {len(node.moved.rdma)} EFA devices"
             )
     return None
+
+
+def unreadable(evidence: Evidence) -> str | None:
+    """Names of the pods whose EFA devices tell no bytes, if their log says that they used them."""
+    names = [node.pod for node in evidence.nodes if not node.moved.readable]
+    return ", ".join(names) or None if evidence.over_efa else None
+
+
+def tells(findings: Findings) -> bool:
+    """Whether one rank's log names what it uses: a network, and libfabric's provider where it is that."""
+    return bool(findings.networks) and ("Libfabric" not in findings.networks or bool(findings.providers))
 
 
 def carriers(evidence: Evidence) -> str | None:

@@ -16,6 +16,10 @@ from kernels.dispatch.deep_ep_environment import mapped_nccl
 
 ASK_S = 30.0
 """Seconds fi_info may take: it opens every device."""
+EFA_PROGRAMS = "/opt/amazon/efa/bin"
+"""Where the EFA installer puts fi_info; another one in the path may belong to a libfabric without EFA."""
+NO_DATA = ("-61", "No data available")
+"""What fi_info says when no provider fits (FI_ENODATA)."""
 MIB = 2**20
 PLUGIN = Path("/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so")
 """Where the EFA installer puts the plugin; NCCL_NET_PLUGIN names another one."""
@@ -37,7 +41,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """What one pod has."""
 
     fi_info: int | None = None
-    """EFA domains that libfabric sees; None without fi_info."""
+    """EFA domains that libfabric sees; None if fi_info is missing or cannot tell."""
     uverbs: tuple[str, ...] = ()
     """Files in /dev/infiniband through which RDMA devices are used."""
     huge_pages_mib: int = 0
@@ -60,16 +64,17 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """The watched variables that are set."""
 
 
-def look_at_host(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> Host:
+def look_at_host(root: Path = Path("/"), environment: Mapping[str, str] | None = None, limit_s: float = ASK_S) -> Host:
     """Everything below, for this process.
 
     Args:
         root: Folder that holds dev, proc, sys and opt.
         environment: Of this process if None.
+        limit_s: Seconds fi_info may take.
     """
     variables = os.environ if environment is None else environment
     return Host(
-        fi_info=count_efa_domains(),
+        fi_info=count_efa_domains(limit_s=limit_s),
         uverbs=uverbs(root / "dev/infiniband"),
         huge_pages_mib=huge_pages_mib(root / "proc/meminfo"),
         shared_memory_mib=shared_memory_mib(root / "dev/shm"),
@@ -83,16 +88,20 @@ def look_at_host(root: Path = Path("/"), environment: Mapping[str, str] | None =
     )
 
 
-def count_efa_domains(command: Sequence[str] = ("fi_info", "-p", "efa")) -> int | None:
-    """EFA domains libfabric lists; 0 if it finds none, None if fi_info is not installed or hangs."""
-    program = shutil.which(command[0]) or shutil.which(command[0], path="/opt/amazon/efa/bin")
+def count_efa_domains(
+    command: Sequence[str] = ("fi_info", "-p", "efa"), folder: str = EFA_PROGRAMS, limit_s: float = ASK_S
+) -> int | None:
+    """EFA domains libfabric lists; 0 if it says that there are none, None if fi_info is not installed, hangs or fails."""
+    program = shutil.which(command[0], path=folder) or shutil.which(command[0])
     if program is None:
         return None
     try:
-        done = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=ASK_S, check=False)
+        done = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return len(efa_domains(done.stdout)) if done.returncode == 0 else 0
+    if done.returncode:
+        return 0 if any(words in done.stdout + done.stderr for words in NO_DATA) else None
+    return len(efa_domains(done.stdout))
 
 
 def efa_domains(text: str) -> set[str]:

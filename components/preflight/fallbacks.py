@@ -16,8 +16,10 @@ from components.preflight.evidence import (
     carriers,
     differences,
     gin_types,
+    listed,
     on,
     too_few,
+    unreadable,
     variable,
     when,
 )
@@ -51,7 +53,9 @@ FALLBACKS: tuple[Fallback, ...] = (
         "both pods of the exchange ran on node {}, so nothing crossed the network; give each pod a whole node's GPUs, or add a"
         " node",
         "efa",
-        lambda e: when(len(e.nodes) > 1 and len({node.node for node in e.nodes}) == 1, e.nodes[0].node),
+        lambda e: when(
+            len(e.nodes) > 1 and len({node.node for node in e.nodes}) == 1, e.nodes[0].node if e.nodes else ""
+        ),
     ),
     Fallback(
         "plugin-missing",
@@ -60,17 +64,20 @@ FALLBACKS: tuple[Fallback, ...] = (
         " installer and set NCCL_NET_PLUGIN to its libnccl-net-ofi.so",
         "efa",
         lambda e: when(
-            not e.findings.plugin and (e.findings.plugin_missing or bool(e.findings.networks) and not e.over_efa),
+            not e.findings.plugin and not e.over_efa and (e.findings.plugin_missing or bool(e.findings.networks)),
             " (its log says so)" if e.findings.plugin_missing else "",
         ),
     ),
     Fallback(
         "no-provider",
-        "`NET/OFI No eligible providers were found`, or `fi_info -p efa` lists nothing",
+        "`NET/OFI No eligible providers were found`, or `fi_info -p efa` lists nothing and the log does not show EFA",
         "libfabric finds no EFA in {}; request vpc.amazonaws.com/efa (kubernetes.train.efa_interfaces) and see that the EFA"
         " device plugin runs on the node",
         "efa",
-        lambda e: on(e, lambda host: host.fi_info == 0) or when(e.findings.no_provider, "a pod, as its NCCL log says"),
+        lambda e: (
+            on(e, lambda host: host.fi_info == 0 and not e.over_efa)
+            or when(e.findings.no_provider, "a pod, as its NCCL log says")
+        ),
     ),
     Fallback(
         "no-device",
@@ -108,6 +115,14 @@ FALLBACKS: tuple[Fallback, ...] = (
         lambda e: when(
             asked(e) and not e.findings.networks, "" if e.wanted.gpus else " (there are no GPUs: gloo carried it)"
         ),
+    ),
+    Fallback(
+        "rank-silent",
+        "a rank's own log names no network, or Libfabric without its provider",
+        "ranks {} of the exchange wrote nothing that tells what they use, so the log of the others does not speak for them; see"
+        " that no NCCL_CONF_FILE or /etc/nccl.conf in the train image turns its log off",
+        "efa",
+        lambda e: when(asked(e) and bool(e.findings.networks) and bool(e.unheard), listed(e.unheard)),
     ),
     Fallback(
         "other-provider",
@@ -154,11 +169,27 @@ FALLBACKS: tuple[Fallback, ...] = (
         ),
     ),
     Fallback(
+        "no-channel",
+        "no `via NET/` in a rank's own log",
+        "ranks {} of the exchange name no channel between nodes, so whether EFA reaches their GPU's memory is not known; see"
+        " the report for the lines of the others",
+        "never",
+        lambda e: when(asked(e) and e.over_efa and bool(e.without_channel), listed(e.without_channel)),
+    ),
+    Fallback(
         "no-traffic",
         "the EFA devices' byte counters grew by less than was sent",
         "only {}; the rest went elsewhere, whatever NCCL's log says",
         "efa",
-        lambda e: too_few(e) if any(node.moved.rdma for node in e.nodes) or e.over_efa else None,
+        too_few,
+    ),
+    Fallback(
+        "counters-unreadable",
+        "the EFA devices show no byte counters, neither in sysfs nor over netlink, as in most pods",
+        "the EFA devices of pods {} tell no bytes, so EFA is shown by NCCL's log and by no plain interface having carried the"
+        " bytes; install iproute2 (rdma) into the train image, which may be able to ask for them",
+        "never",
+        unreadable,
     ),
     Fallback(
         "over-ethernet",
@@ -169,17 +200,17 @@ FALLBACKS: tuple[Fallback, ...] = (
     ),
     Fallback(
         "gin-unset",
-        "NCCL_GIN_TYPE is not set",
-        "NCCL_GIN_TYPE is unset{}, which on EFA silently means the CPU proxy; set NCCL_GIN_TYPE=5 and"
-        " NCCL_SYM_GIN_KERNELS_ENABLE=0 in the train image, or gin: proxy in the stack",
+        "NCCL_GIN_TYPE is set neither by the image nor by `kernels.deep_ep.gin`",
+        "NCCL_GIN_TYPE is unset{}, which on EFA silently means the CPU proxy, but the stack promises the GPU; set"
+        " kernels.deep_ep.gin to efa-gda, or to proxy",
         "gda",
         lambda e: when(e.wanted.gin == "efa-gda" and not gin_types(e)),
     ),
     Fallback(
         "gin-proxy",
         "`NCCL_GIN_TYPE set by environment to 2`, or type 5 skipped",
-        "NCCL starts DeepEP's transfers from {}, but the stack promises the GPU over EFA (type 5); set NCCL_GIN_TYPE=5, or gin:"
-        " proxy in the stack",
+        "NCCL starts DeepEP's transfers from {}, but the GPU over EFA (type 5) is what the stack or kernels.deep_ep.gin"
+        " promises; unset NCCL_GIN_TYPE and set kernels.deep_ep.gin to efa-gda, or to proxy",
         "gda",
         lambda e: when(
             e.wanted.gin == "efa-gda" and (bool(gin_types(e) - {GDA}) or GDA in e.findings.gin_skipped),
@@ -219,7 +250,17 @@ FALLBACKS: tuple[Fallback, ...] = (
         "the EFA driver on the nodes of pods {} is older than 3.3.0, which GPU-initiated EFA needs; take a newer node image, or"
         " gin: proxy in the stack",
         "gda",
-        lambda e: on(e, lambda host: e.wanted.gin == "efa-gda" and below(host.efa_driver, "3.3.0")),
+        lambda e: on(
+            e, lambda host: e.wanted.gin == "efa-gda" and bool(host.efa_driver) and below(host.efa_driver, "3.3.0")
+        ),
+    ),
+    Fallback(
+        "driver-unknown",
+        "no /sys/module/efa/version",
+        "pods {} do not see the version of their nodes' EFA driver, and GPU-initiated EFA needs 3.3.0; look at"
+        " /sys/module/efa/version on the node",
+        "never",
+        lambda e: on(e, lambda host: e.wanted.gin == "efa-gda" and not host.efa_driver),
     ),
     Fallback(
         "gdrcopy-missing",
@@ -338,13 +379,17 @@ FALLBACKS: tuple[Fallback, ...] = (
 )
 
 
-def judge(evidence: Evidence) -> list[Problem]:
-    """The rows that hold, those that fail the run first."""
+COUNTED = frozenset({"no-traffic", "counters-unreadable", "over-ethernet"})
+"""Rows that compare bytes, which say nothing of an exchange that failed."""
+
+
+def judge(evidence: Evidence, counted: bool = True) -> list[Problem]:
+    """The rows that hold, those that fail the run first; unless `counted`, without those that compare bytes."""
     wanted = evidence.wanted
     fatal = {"efa": wanted.efa, "gin": wanted.gin != "none", "gda": wanted.gin == "efa-gda", "never": False}
     found = [
         Problem(row.key, row.sentence.format(detail), wanted.efa and fatal[row.fails])
         for row in FALLBACKS
-        if (detail := row.detail(evidence)) is not None
+        if (counted or row.key not in COUNTED) and (detail := row.detail(evidence)) is not None
     ]
     return sorted(found, key=lambda problem: not problem.fails)

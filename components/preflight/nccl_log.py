@@ -57,7 +57,7 @@ _VALUES: dict[str, re.Pattern[str]] = {
     name: re.compile(pattern, re.IGNORECASE)
     for name, pattern in {
         "nccl": r"\bNCCL version v?(\d[\w.+-]*)",
-        "plugin": r"NET/OFI\s+Initializing aws-ofi-nccl\s+v?(\S+)",
+        "plugin": r"NET/OFI\s+(?:Initializing|Using) aws-ofi-nccl\s+v?(\S+)",
         "providers": r"NET/OFI\s+Selected provider is ([\w-]+)",
         "fabrics": r"\bfabric is ([\w-]+)",
         "nics": r"\(found (\d+) nics?\)",
@@ -70,7 +70,8 @@ _VALUES: dict[str, re.Pattern[str]] = {
 _FLAGS: dict[str, re.Pattern[str]] = {
     name: re.compile(pattern, re.IGNORECASE)
     for name, pattern in {
-        "plugin_missing": r"NET/Plugin\s*:\s*(?:Could not find|No plugin found|Failed to (?:find|load|open))",
+        # Not `Failed to find ncclCollNetPlugin_v10 symbol` and the like: a plugin need not have every table.
+        "plugin_missing": r"NET/Plugin\s*:\s*(?:Could not find|No plugin found|Failed to (?:load|open))(?!.*\bsymbol\b)",
         "no_provider": r"NET/OFI\s+No eligible providers were found",
         "gda_context": r"gin GDAKI\s*:\s*createContext done",
         "gin_unavailable": r"NCCL GIN is unavailable",

@@ -9,15 +9,19 @@ import msgspec
 
 from components.preflight.evidence import Problem, Report, Wanted
 from components.preflight.nic import SYS, efa_devices
-from configs.failure import BadConfig
+from configs.failure import BadConfig, Failure, ToldToLeave
 from configs.run import RunConfig
 from configs.stack import Stack
 
 
 def expects_efa(config: RunConfig) -> bool:
-    """Whether `transport.expect` asks for EFA; `auto` does where the training pods ask for its interfaces."""
+    """Whether `transport.expect` asks for EFA; `auto` does where training has nodes to connect and asks for its interfaces.
+
+    Training on one node sends nothing over it, and the proof would need a second node.
+    """
+    pods = config.kubernetes.train
     if config.transport.expect == "auto":
-        return config.loop.roles == "kubernetes" and config.kubernetes.train.efa_interfaces > 0
+        return config.loop.roles == "kubernetes" and pods.nodes > 1 and pods.efa_interfaces > 0
     return config.transport.expect == "efa"
 
 
@@ -26,9 +30,12 @@ def wanted_of(config: RunConfig, stack: Stack) -> Wanted:
     pods = config.kubernetes.train
     # In training only DeepEP uses GIN; `auto` may choose it.
     deep_ep = config.train.expert_parallel > 1 and config.kernels.dispatch in ("auto", "deep_ep")
+    setting = config.kernels.deep_ep.gin
+    gin = stack.gin if setting == "environment" else setting
     return Wanted(
         efa=expects_efa(config),
-        gin=stack.gin if deep_ep else "none",
+        gin=gin if deep_ep else "none",
+        deep_ep_gin=setting,
         deep_ep_build=stack.deep_ep_build,
         interfaces=pods.efa_interfaces,
         gpus=pods.gpus,
@@ -48,12 +55,18 @@ def check_transport(config: RunConfig, stack: Stack, root: Path = SYS) -> dict[s
 
     Raises:
         BadConfig: EFA is expected and not shown; the sentence says why.
-        ServiceGone: the pods of the proof did not start or end in time.
+        ServiceGone: the pods of the proof did not start or end in time. Where EFA is not expected, both are notes.
     """
     if config.loop.roles != "kubernetes":
         return _on_one_machine(config, root)
     pods = config.kubernetes.train
-    if pods.nodes == 1 and not pods.efa_interfaces and not expects_efa(config):
+    if pods.nodes == 1 and not expects_efa(config):
+        if pods.efa_interfaces:
+            print(
+                "note: EFA is not proven: training is one node, which sends nothing over it, and the proof would take a second"
+                " one; set transport.expect to efa to have it nevertheless",
+                flush=True,
+            )
         return _entry(config, "training is one pod")
     from components.preflight.proof import Proof
     from components.rl_loop.cluster import LoopCluster, pod_name
@@ -63,7 +76,9 @@ def check_transport(config: RunConfig, stack: Stack, root: Path = SYS) -> dict[s
     owner = workflow_of(cluster.get("v1", "Pod", pod_name()))
     try:
         report = Proof(config, wanted_of(config, stack), cluster, owner).make()
-    except BadConfig as failure:
+    except ToldToLeave:
+        raise
+    except Failure as failure:
         if expects_efa(config):
             raise
         print(f"note: the transport was not looked at: {failure.sentence}", flush=True)

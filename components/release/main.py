@@ -53,17 +53,18 @@ def release(step: Step) -> None:
 
 def end_pods(config: RunConfig) -> None:
     """Delete what the loop and preflight of this workflow created in the cluster, should it still be there."""
-    from components.preflight.proof import proof_name
+    from components.preflight.proof import proofs_of
     from components.rl_loop.cluster import LoopCluster, pod_name
     from components.rl_loop.kubernetes import workflow_of
     from components.rl_loop.objects import JOBSET
 
     cluster = LoopCluster()
     mine = workflow_of(cluster.get("v1", "Pod", pod_name()))
-    for name, maker in ((config.name, "loop"), (proof_name(config), "preflight")):
-        found = cluster.get(JOBSET, "JobSet", name)
-        if found is None or workflow_of(found) != mine:
-            continue  # none, or that of another execution of the run
+    loop = cluster.get(JOBSET, "JobSet", config.name)
+    # Another execution of the run may have one of that name.
+    left = [(loop, "loop")] if loop is not None and workflow_of(loop) == mine else []
+    for found, maker in [*left, *((proof, "preflight") for proof in proofs_of(config, cluster, mine))]:
+        name = found["metadata"]["name"]
         cluster.delete(JOBSET, "JobSet", name, uid=found["metadata"]["uid"])
         print(f"deleted JobSet {name}, which outlived its {maker}", flush=True)
 

@@ -110,7 +110,13 @@ class LoopObjects:
                 "network": {"enableDNSHostnames": True, "subdomain": self.config.name},
                 "successPolicy": {"operator": "All", "targetReplicatedJobs": ["train"]},
                 # A lone process is restarted by its Job; the ranks of a gang only together.
-                "failurePolicy": {"maxRestarts": self.config.loop.max_restarts if gang else 0},
+                "failurePolicy": {
+                    "maxRestarts": self.config.loop.max_restarts if gang else 0,
+                    # What a restart cannot mend, by the exit codes that fail a Job at once.
+                    "rules": [
+                        {"name": "hopeless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+                    ],
+                },
                 "ttlSecondsAfterFinished": settings.ttl_s,
                 "replicatedJobs": jobs,
             },

@@ -24,7 +24,8 @@ class ProgressWatch:
         self.experience = experience
         self._last_words = last_words
         self._progress: tuple[int, ...] = ()
-        self._moved = self._changed = time.monotonic()
+        self._occupation = ""
+        self._moved = self._changed = self._occupied = time.monotonic()
 
     def note(self, progress: tuple[int, ...], waiting: bool = False) -> None:
         """Note the run's progress.
@@ -34,11 +35,13 @@ class ProgressWatch:
             waiting: Whether a role has not started yet, which has limits of its own.
 
         Raises:
-            ServiceGone: nothing has moved for `loop.no_progress_s` seconds; names the role that stopped.
+            ServiceGone: nothing has moved for `loop.no_progress_s` seconds, though training was at nothing that takes
+                time; names the role that stopped. Or training has been at such a thing for `loop.checkpoint_s`.
         """
         limit, now = self.config.loop.no_progress_s, time.monotonic()
         longest = limit
-        if progress != self._progress or waiting:
+        occupied = self._is_occupied(now)
+        if progress != self._progress or waiting or occupied:
             self._progress, self._moved, self._changed = progress, now, now
             return
         if self.config.rollout.engine == "sglang":
@@ -53,6 +56,18 @@ class ProgressWatch:
                 f"no progress for {now - self._changed:.0f} s: {role} stopped ({why}); its last words:"
                 f" {self._last_words(role)}"
             )
+
+    def _is_occupied(self, now: float) -> bool:
+        """Whether training is at something that moves nothing, within the limit for that."""
+        occupation, limit = self.experience.occupation(), self.config.loop.checkpoint_s
+        if occupation != self._occupation:
+            self._occupation, self._occupied = occupation, now
+        if occupation and now - self._occupied > limit:
+            raise ServiceGone(
+                f"train is {occupation}, longer than the {limit:.0f} s of loop.checkpoint_s; raise it, or see what holds"
+                f" training up; its last words: {self._last_words('train')}"
+            )
+        return bool(occupation)
 
     def _stopped(self) -> tuple[str, str]:
         """Which role holds the run up, from where the groups stand."""

@@ -45,8 +45,8 @@ class Batch(NamedTuple):
         """
         if not rows.numel():
             return self._none()
-        place = torch.full((self.rows,), -1)
-        place[rows] = torch.arange(rows.numel())
+        place = torch.full((self.rows,), -1, device=self.ids.device)
+        place[rows] = torch.arange(rows.numel(), device=self.ids.device)
         kept = place[self.row] >= 0
         width = width or int(self.lengths[rows].max())
         return Batch(

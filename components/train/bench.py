@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from components.train.bench_rank import Setting, measure_update
-from components.train.ranks import Ranks
+from components.train.bench_rank import Setting
 from components.weights.policy import new_policy
 from configs.failure import Failure
 from configs.run import ModelConfig, RunConfig
@@ -99,10 +98,8 @@ def _update(config: RunConfig, size: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as made:
         folder = Path(made)
         setting.write(folder)
-        if size == 1:
-            measure_update(setting, Ranks(), folder)
-        else:
-            _run_ranks(folder, size)
+        # One rank is a process like the others, with as many threads.
+        _run_ranks(folder, size)
         return {"ranks": size, "expert_parallel": size, "seconds": statistics.median(setting.times(folder))}
 
 

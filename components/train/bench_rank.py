@@ -82,7 +82,8 @@ def main() -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     torch.set_num_threads(1)
     ranks = Ranks(rank, size, rank)
-    ranks.open(dist.FileStore(str(folder / "meet"), size))
+    if size > 1:
+        ranks.open(dist.FileStore(str(folder / "meet"), size))
     measure_update(Setting.read(folder), ranks, folder)
     ranks.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def save_checkpoint(trainer: Trainer, tokenizer: Tokenizer, layout: RunLayout, s
             _upload(folder, f"checkpoints/{name}", layout, ranks)
     except (OSError, SafetensorError, CheckpointException) as error:
         raise BadConfig(
-            f"checkpoint {name} cannot be written below {layout.scratch} ({_reason(error)}); free space there and run"
+            f"checkpoint {name} cannot be written below {layout.scratch} ({_reason_of_files(error)}); free space there and run"
             f" `tandem run --resume {layout.config.name}`: earlier checkpoints are untouched"
         ) from None
     return f"{layout.uri}/checkpoints/{name}"
@@ -82,6 +83,11 @@ def restore(
         shutil.rmtree(folder, ignore_errors=True)
         layout.store.download(f"checkpoints/{name}", folder)
     ranks.wait()
+    if (folder / "trainer" / "optimizer.safetensors").exists():
+        raise BadData(
+            f"checkpoint {name} was written by an earlier version, whose optimizer state this one does not read; start a"
+            f" new run from its policy by model.checkpoint: {layout.uri}/checkpoints/{name}"
+        )
     trainer = Trainer(load_policy(folder), config, ranks)
     try:
         state = msgspec.json.decode((folder / "trainer" / "state.json").read_bytes(), type=TrainerState)
@@ -89,8 +95,8 @@ def restore(
         torch.set_rng_state(load_file(folder / "trainer" / "random.safetensors")["random_state"])
     except (OSError, KeyError, SafetensorError, msgspec.DecodeError, CheckpointException) as error:
         raise BadData(
-            f"checkpoint {name}: the trainer's state cannot be read ({_reason(error)}); fetch it again, or start a new run"
-            " from an earlier one by model.checkpoint"
+            f"checkpoint {name}: the trainer's state cannot be read ({_reason_of_files(error)}); fetch it again, or start a"
+            " new run from an earlier one by model.checkpoint"
         ) from None
     trainer.step = state.step
     ranks.wait()
@@ -130,9 +136,11 @@ def _upload(folder: Path, key: str, layout: RunLayout, ranks: Ranks) -> None:
     ranks.wait()
     digests: dict[str, FileDigest] = {}
     if ranks.local == 0:
-        for name in folder_files(folder):
-            layout.store.upload(folder / name, f"{key}/{name}")
-            digests[name] = digest_file(folder / name)
+        names = list(folder_files(folder))
+        with ThreadPoolExecutor(layout.config.storage.max_concurrency) as threads:
+            for _ in threads.map(lambda name: layout.store.upload(folder / name, f"{key}/{name}"), names):
+                pass
+            digests = dict(zip(names, threads.map(lambda name: digest_file(folder / name), names), strict=True))
     everywhere = ranks.collect(digests)
     if ranks.rank == 0:
         together = {name: digest for each in everywhere for name, digest in each.items()}
@@ -140,8 +148,15 @@ def _upload(folder: Path, key: str, layout: RunLayout, ranks: Ranks) -> None:
     ranks.wait()
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong, on one line; of a rank's failure the failure itself."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+def _reason_of_files(error: BaseException) -> str:
+    """What went wrong with files, on one line; of ranks' failures, the first.
+
+    Raises:
+        BaseException: a rank failed otherwise, in whatever way it did.
+    """
+    if isinstance(error, CheckpointException):
+        failures = [failure for failure, _ in error.failures.values()]
+        if others := [each for each in failures if not isinstance(each, OSError | SafetensorError)]:
+            raise others[0] from error
+        error = failures[0] if failures else error
     return " ".join(str(error).split())

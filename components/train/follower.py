@@ -12,7 +12,7 @@ import torch
 from components.role import ended_by, role_arguments, start_policy
 from components.storage.layout import RunLayout
 from components.train.checkpoint import restore
-from components.train.gang import Gang, lost, meeting_point
+from components.train.gang import Gang, lost, meet, meeting_point
 from components.train.orders import follow
 from components.train.ranks import Ranks
 from components.weights.policy import policy_tokenizer
@@ -46,10 +46,10 @@ def main() -> None:
             code = _follow(config, layout, arguments.checkpoint, gang.ranks, leaving)
             gang.let_go()
         sys.exit(code)
-    ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    ranks = Ranks.on_node(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
     try:
         store = meeting_point(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), config)
-        ranks.open(store, config.kernels if config.train.expert_parallel > 1 else None)
+        meet(ranks, store, config)
         code = _follow(config, layout, arguments.checkpoint, ranks, leaving)
     except RuntimeError as error:
         raise lost(error, ranks) or error from None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 MESSAGE_BYTES = 256 * 2**20
-"""Largest part of a rank's shards that travels at once, a larger single shard aside."""
+"""Bytes of a rank's shards that travel at once, and at most one shard more."""
 
 
 class Chunk(NamedTuple):
@@ -38,26 +38,26 @@ class Gathering:
         self.ranks = ranks
         self.parameters = dict(model.named_parameters())
         self._chunks = ranks.collect([_chunk(each) for each in self.parameters.values()])
-        self._whole: dict[str, torch.Tensor] = {}
+        # Every rank must cut at the same parameters, whatever its own shards measure: by the largest of all ranks.
+        largest = [max(map(_numel, chunks)) for chunks in zip(*self._chunks, strict=True)]
+        sizes = [count * each.element_size() for count, each in zip(largest, self.parameters.values(), strict=True)]
+        self._parts = _divided(sizes, MESSAGE_BYTES)
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The policy under checkpoint names, on the CPU at rank 0; empty at the others. The next call overwrites it."""
+        """The policy under checkpoint names, on the CPU at rank 0; empty at the others. A lone rank's are
+        views of the model's own memory; else they are the caller's, and gone when the caller lets go of them."""
         if self.ranks.alone:
-            return checkpoint_views({name: parameter.data for name, parameter in self.parameters.items()})
-        if self.ranks.rank == 0 and not self._whole:
-            self._whole = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in self.parameters.items()}
-        names, size = list(self.parameters), 0
-        part: list[int] = []
-        for index, name in enumerate(names):
-            part.append(index)
-            size += local(self.parameters[name]).nbytes
-            if size >= MESSAGE_BYTES or index == len(names) - 1:
-                self._gather(part, names)
-                part, size = [], 0
-        return checkpoint_views(self._whole)
+            return checkpoint_views({name: parameter.data.cpu() for name, parameter in self.parameters.items()})
+        whole: dict[str, torch.Tensor] = {}
+        if self.ranks.rank == 0:
+            whole = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in self.parameters.items()}
+        for part in self._parts:
+            self._gather(part, whole)
+        return checkpoint_views(whole)
 
-    def _gather(self, part: list[int], names: list[str]) -> None:
+    def _gather(self, part: list[int], whole: dict[str, torch.Tensor]) -> None:
+        names = list(self.parameters)
         shards = [local(self.parameters[names[index]]).reshape(-1) for index in part]
         counts = [sum(_numel(chunks[index]) for index in part) for chunks in self._chunks]
         # Equal lengths, as a gather wants them; a rank's end is filled up.
@@ -70,7 +70,20 @@ class Gathering:
             pieces = rows[: counts[rank]].cpu().split([_numel(chunk) for chunk in chunks])
             for index, chunk, piece in zip(part, chunks, pieces, strict=True):
                 where = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-                self._whole[names[index]][where] = piece.view(chunk.sizes)
+                whole[names[index]][where] = piece.view(chunk.sizes)
+
+
+def _divided(sizes: list[int], limit: int) -> list[list[int]]:
+    """Places of `sizes` in order, a new list wherever the sum so far has come to `limit`."""
+    parts: list[list[int]] = [[]]
+    room = limit
+    for place, size in enumerate(sizes):
+        if room <= 0:
+            parts.append([])
+            room = limit
+        parts[-1].append(place)
+        room -= size
+    return parts
 
 
 def _chunk(parameter: torch.Tensor) -> Chunk:

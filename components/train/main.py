@@ -18,6 +18,7 @@ from components.train.catalogue import TrainerState, prune_checkpoints
 from components.train.checkpoint import restore
 from components.train.gang import Gang, Node
 from components.train.ledger import Ledger
+from components.train.occupation import occupied
 from components.train.orders import Command
 from components.train.ranks import Ranks
 from components.weights.policy import policy_tokenizer
@@ -117,7 +118,8 @@ class TrainingRole:
 
     def _publish(self) -> str:
         """Put the policy into the weights store and announce it; returns its digest."""
-        manifest = self.weights.publish(self.trainer.step, self.command.tensors())
+        with occupied(self.role.experience, f"publishing version {self.trainer.step}"):
+            manifest = self.weights.publish(self.trainer.step, self.command.tensors())
         self.role.experience.announce(manifest.version, manifest.digest)
         self.weights.prune(manifest.version, self.role.config.weights.keep, self.role.experience.held_versions())
         return manifest.digest
@@ -130,7 +132,8 @@ class TrainingRole:
         start = time.time()
         manifest = self.weights.manifest(step)
         state = TrainerState(step, experience.counters().get("issued", 0), manifest.digest)
-        uri = self.command.checkpoint(state)
+        with occupied(experience, f"storing checkpoint {step}"):
+            uri = self.command.checkpoint(state)
         self._acknowledge(step)
         prune_checkpoints(self.role.layout, self.role.config.train.keep_checkpoints)
         self.saved = step
@@ -167,8 +170,11 @@ class TrainingRole:
 def train(role: Role) -> None:
     """Train to the run's last step."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with Gang(role.config, role.layout, sys.argv[1:]) as gang:
-        training = TrainingRole(role, gang.ranks)
+    with occupied(role.experience, "meeting its ranks"):
+        gang = Gang(role.config, role.layout, sys.argv[1:])
+    with gang:
+        with occupied(role.experience, "restoring"):
+            training = TrainingRole(role, gang.ranks)
         try:
             training.run()
         except ToldToLeave:

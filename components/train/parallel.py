@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def apply_parallelism(model: PreTrainedModel, config: RunConfig, ranks: Ranks) -> Choice | None:
-    """Divide a model, which every rank holds whole, among the ranks; each keeps its share.
+    """Divide a model, which every rank holds whole, among the ranks; each keeps its share on its device.
 
     Gradients are summed over the ranks, not averaged: every rank's loss is its share of the global one.
 
@@ -38,8 +38,15 @@ def apply_parallelism(model: PreTrainedModel, config: RunConfig, ranks: Ranks) -
     Raises:
         BadConfig: the model cannot be divided as asked.
     """
+    if ranks.alone:
+        nn.Module.to(model, ranks.device)
+        return None
+    if model.config.tie_word_embeddings:
+        raise BadConfig(
+            "the policy ties its embeddings to its head (tie_word_embeddings), which several training ranks cannot share;"
+            " set train.ranks to 1 or start from a policy that does not"
+        )
     choice = None
-    nn.Module.to(model, ranks.device)
     experts = config.train.expert_parallel
     whole = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("ranks",))
     if experts > 1:
@@ -53,6 +60,7 @@ def apply_parallelism(model: PreTrainedModel, config: RunConfig, ranks: Ranks) -
         use_grouped_experts(model)
     # The head is called by itself, for completion tokens only, so it stands beside the rest.
     for module in (*model.model.layers, model.model, model.lm_head):
+        # Each goes to this rank's device as it is divided: the whole policy is never there.
         _summed(fully_shard(module, mesh=whole))
     return choice
 

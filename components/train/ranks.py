@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from configs.failure import BadConfig
 from configs.kernels import KernelsConfig
 from kernels.dispatch.deep_ep_environment import make_ready
 
 LIMIT = timedelta(minutes=30)
-"""How long a rank waits for another that lives: as long as one may take to fetch or store a checkpoint. One that died is
-noticed at once, and one that hangs by the loop, whose `loop.no_progress_s` is shorter."""
+"""How long a rank waits for another that lives, beside the time that one may take to fetch or store a checkpoint. One that
+died is noticed at once, and one that hangs by the loop, whose limits are shorter."""
 
 
 class Ranks:
@@ -23,7 +24,7 @@ class Ranks:
         rank: This process, from 0.
         size: Processes (R).
         local: Place of this process on its node, from 0; the first fetches and stores for the others there.
-        device: Where this rank computes.
+        device: Where this rank computes: on a GPU of its own if there are GPUs, a lone rank only if `on_node` made it.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, local: int = 0) -> None:
@@ -32,20 +33,52 @@ class Ranks:
         if size > 1 and torch.cuda.is_available():
             self.device = torch.device("cuda", local)
 
+    @classmethod
+    def on_node(cls, rank: int, size: int, local: int, width: int) -> Ranks:
+        """This process among the ranks of a node, each with a GPU of its own where there are GPUs.
+
+        Args:
+            rank: This process.
+            size: Ranks of all nodes.
+            local: Its place on the node.
+            width: Ranks of this node.
+
+        Raises:
+            BadConfig: the node has GPUs, but fewer than ranks.
+        """
+        made, found = cls(rank, size, local), torch.cuda.device_count()
+        if found:
+            if width > found:
+                raise BadConfig(
+                    f"train.ranks puts {width} ranks on this node, which has {found} GPUs; lower it, or raise"
+                    " kubernetes.train.nodes or kubernetes.train.gpus"
+                )
+            made.device = torch.device("cuda", local)
+        return made
+
     @property
     def alone(self) -> bool:
         """Whether this is the only rank."""
         return self.size == 1
 
-    def open(self, store: dist.Store, kernels: KernelsConfig | None = None) -> None:
+    def open(
+        self,
+        store: dist.Store,
+        kernels: KernelsConfig | None = None,
+        limit: timedelta = LIMIT,
+        patience: timedelta = LIMIT,
+    ) -> None:
         """Meet the other ranks: gloo among CPUs, nccl among GPUs besides.
 
         Args:
             store: One that all ranks reach.
+            limit: How long they may take to come.
+            patience: How long ranks wait for one another afterwards.
             kernels: How tokens will travel to experts; None if there is no expert parallelism.
 
         Raises:
             BadConfig: the environment contradicts `kernels`.
+            RuntimeError: they did not come.
         """
         backend = "cpu:gloo"
         if self.device.type == "cuda":
@@ -53,7 +86,8 @@ class Ranks:
             if kernels is not None:
                 make_ready(kernels)
             backend += ",cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=LIMIT)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=limit)
+        dist.set_timeout(patience)
 
     def close(self) -> None:
         """Leave the others."""

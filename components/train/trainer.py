@@ -49,7 +49,7 @@ class Trainer:
         self.config = config
         self.step = 0
         self.ranks = ranks or Ranks()
-        self.dispatch = None if self.ranks.alone else apply_parallelism(model, config, self.ranks)
+        self.dispatch = apply_parallelism(model, config, self.ranks)
         self.routing = Routing(model, masked=not self.ranks.alone)
         self.gathering = Gathering(model, self.ranks)
         train = config.train

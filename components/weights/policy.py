@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from components.weights.manifest import on_host
+from components.weights.shard import Part, header_of, planned, write_file
 from configs.failure import BadData
 from configs.run import ModelConfig
 
@@ -97,7 +99,6 @@ def save_policy(
     Args:
         tensors: The weights under checkpoint names, where the model's own parameters are but shards of them.
     """
-    from safetensors.torch import save_file
     from transformers import PreTrainedTokenizerFast
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,10 +108,7 @@ def save_policy(
     written = json.loads((folder / "config.json").read_text())
     written["num_experts"] = model.config.num_experts
     (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
-    # Views of fused experts share storage, which safetensors refuses: each becomes its own tensor in the file.
-    views = checkpoint_tensors(model) if tensors is None else tensors
-    owned = {name: tensor.detach().clone() for name, tensor in views.items()}
-    save_file(owned, folder / "model.safetensors", metadata={"format": "pt"})
+    _save_tensors(checkpoint_tensors(model) if tensors is None else tensors, folder / "model.safetensors")
     named = {}
     for role in ("bos", "eos", "pad"):
         ids = getattr(model.config, f"{role}_token_id", None)
@@ -118,6 +116,14 @@ def save_policy(
         if token is not None:
             named[f"{role}_token"] = tokenizer.id_to_token(token)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **named).save_pretrained(folder)
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write one safetensors file, a tensor at a time: the package's own writer wants a second copy of them all."""
+    host = {name: on_host(tensor) for name, tensor in tensors.items()}
+    parts = [Part(name, each.dtype, each.shape, each.data.nbytes) for name, each in host.items()]
+    (ordered,) = planned(parts, sum(part.bytes for part in parts))
+    write_file(file, [header_of(ordered), *(host[part.name].data for part in ordered)])
 
 
 def policy_tokenizer(folder: Path) -> Tokenizer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from functools import partial
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,8 @@ class Choice(NamedTuple):
     reason: str
     """One sentence."""
     figures: dict[str, float]
-    """Links, and for every candidate the predicted and, if taken, the measured seconds of a dispatch with its combine."""
+    """Links, and for every candidate the predicted and, if taken, the measured seconds of a dispatch with its combine
+    (measured: forward and backward, as training does it)."""
 
 
 def choose_dispatcher(kernels: KernelsConfig, topology: Topology, shapes: Shapes, device: torch.device) -> Choice:
@@ -64,10 +66,10 @@ def choose_dispatcher(kernels: KernelsConfig, topology: Topology, shapes: Shapes
     if kernels.dispatch != "auto":
         dispatcher = open_dispatcher(kernels.dispatch, kernels, topology, shapes)
         return Choice(dispatcher, f"{kernels.dispatch}: kernels.dispatch names it", {})
-    names = _possible(topology, device)
+    names, without = _possible(kernels, topology, device)
     if len(names) == 1:
         dispatcher = open_dispatcher(names[0], kernels, topology, shapes)
-        return Choice(dispatcher, f"{names[0]}: nothing else is possible on {_where(topology)}", {})
+        return Choice(dispatcher, f"{names[0]}: nothing else is possible on {_where(topology)}{without}", {})
     links = measure_links(topology, device)
     predicted = {name: _predict(name, kernels, topology, shapes, links) for name in names}
     best = min(predicted.values())
@@ -84,7 +86,7 @@ def choose_dispatcher(kernels: KernelsConfig, topology: Topology, shapes: Shapes
     figures = {f"links/{name}": value for name, value in links._asdict().items()}
     figures |= {f"predicted_s/{name}": value for name, value in predicted.items()}
     figures |= {f"measured_s/{name}": value for name, value in measured.items()}
-    return Choice(opened[winner], _reason(winner, predicted, measured, topology), figures)
+    return Choice(opened[winner], _reason(winner, predicted, measured, topology) + without, figures)
 
 
 def open_dispatcher(name: str, kernels: KernelsConfig, topology: Topology, shapes: Shapes) -> Dispatcher:
@@ -102,24 +104,22 @@ def open_dispatcher(name: str, kernels: KernelsConfig, topology: Topology, shape
     return AllToAll(topology, shapes.experts)
 
 
-def _possible(topology: Topology, device: torch.device) -> list[str]:
+def _possible(kernels: KernelsConfig, topology: Topology, device: torch.device) -> tuple[list[str], str]:
+    """Candidates, and in words why DeepEP is none; the same on every rank."""
     names = [AllToAll.name]
-    # With one node or one rank a node a level is missing, and what is left of two levels is the plain path with more work.
+    # On one node there is nothing to save: two levels would be the plain path with more work.
     if len(topology.nodes) > 1 and topology.uniform:
         names.append(Hierarchical.name)
-    if device.type == "cuda" and topology.size > 1:
-        from kernels.dispatch.deep_ep import available
+    if device.type != "cuda" or topology.size == 1:
+        return names, ""
+    from kernels.dispatch.deep_ep import why_not
 
-        if _everywhere(available(topology), topology, device):
-            names.append("deep_ep")
-    return names
-
-
-def _everywhere(here: bool, topology: Topology, device: torch.device) -> bool:
-    """Whether it is so on every rank."""
-    agreed = torch.tensor([int(here)], device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=topology.group)
-    return bool(agreed.item())
+    objections: list[str] = [""] * topology.size
+    dist.all_gather_object(objections, why_not(kernels, topology), group=topology.group)
+    for rank, objection in enumerate(objections):
+        if objection:
+            return names, f"; without deep_ep, as rank {rank} says: {objection}"
+    return [*names, "deep_ep"], ""
 
 
 class Traffic(NamedTuple):
@@ -137,7 +137,8 @@ def expected_traffic(name: str, wire: str, topology: Topology, shapes: Shapes) -
     Args:
         wire: As `kernels.wire`.
     """
-    nodes, ranks = len(topology.nodes), len(topology.nodes[topology.node])
+    # The widest node, so that all ranks come to the same figures.
+    nodes, ranks = len(topology.nodes), max(map(len, topology.nodes))
     row = shapes.hidden * shapes.dtype.itemsize
     if name == AllToAll.name:
         spread = shapes.tokens * shapes.top * 2 * row
@@ -157,7 +158,7 @@ def _predict(name: str, kernels: KernelsConfig, topology: Topology, shapes: Shap
     traffic = expected_traffic(name, kernels.wire, topology, shapes)
     seconds = 3 * links.inter_s + (3 * links.intra_s if name != AllToAll.name else 0.0)
     if links.inter_bytes_s:
-        seconds += traffic.inter * len(topology.nodes[topology.node]) / links.inter_bytes_s
+        seconds += traffic.inter * max(map(len, topology.nodes)) / links.inter_bytes_s
     if links.intra_bytes_s:
         seconds += traffic.intra / links.intra_bytes_s
     return seconds
@@ -172,21 +173,23 @@ def _hit(shapes: Shapes, parts: int) -> float:
 def _measure(
     opened: dict[str, Dispatcher], topology: Topology, shapes: Shapes, device: torch.device
 ) -> dict[str, float]:
-    """Median seconds of a dispatch with its combine over the slowest rank, the candidates in turn."""
+    """Median seconds of a dispatch with its combine, forward and backward, over the slowest rank, the candidates in turn."""
     random = torch.Generator().manual_seed(topology.rank)
     x = torch.randn(shapes.tokens, shapes.hidden, generator=random).to(device, shapes.dtype)
     chosen = torch.rand(shapes.tokens, shapes.experts, generator=random).topk(shapes.top).indices.to(device)
     weights = torch.full(chosen.shape, 1 / shapes.top, device=device)
 
     def once(dispatcher: Dispatcher) -> None:
-        there = dispatcher.dispatch(x, chosen, weights)
-        dispatcher.combine(there.x, there.route)
+        there = dispatcher.dispatch(x.detach().requires_grad_(), chosen, weights)
+        dispatcher.combine(there.x, there.route).backward(x)
 
     rounds: list[dict[str, float]] = []
-    spent = 0.0
+    spent, random_order = 0.0, Random(0)
     # All ranks see the same seconds, so all stop at the same round; the first one warms up.
     while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and spent < ENOUGH_S):
-        rounds.append({name: timed(partial(once, dispatcher), topology, device) for name, dispatcher in opened.items()})
+        # What one leaves in the wires' queues meets the next, so every round has an order of its own, the same on all ranks.
+        order = random_order.sample(list(opened), len(opened))
+        rounds.append({name: timed(partial(once, opened[name]), topology, device) for name in order})
         spent += sum(rounds[-1].values())
     return {name: statistics.median(each[name] for each in rounds[1:]) for name in opened}
 

@@ -7,7 +7,6 @@ a rank, and a number of tokens that no rank exceeds.
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,16 +29,15 @@ ROUND = 128
 ROW = torch.bfloat16
 
 
-def available(topology: Topology | None = None) -> bool:
-    """Whether DeepEP can be tried here: there is a GPU, and an installed deep_ep to which nothing objects."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("deep_ep") is None:
-        return False
-    nodes, ranks = (len(topology.nodes), topology.size) if topology else (1, 2)
+def why_not(kernels: KernelsConfig, topology: Topology) -> str:
+    """Why DeepEP cannot be tried by these ranks with these settings; empty if it can."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
     try:
-        load(KernelsConfig().deep_ep, nodes, ranks)
-    except BadConfig:
-        return False
-    return True
+        load(kernels.deep_ep, len(topology.nodes), topology.size)
+    except BadConfig as failure:
+        return failure.sentence
+    return ""
 
 
 class Way(NamedTuple):
@@ -115,6 +113,7 @@ class DeepEP(Dispatcher):
         if top > MOST_TOP:
             raise BadConfig(f"deep_ep knows at most {MOST_TOP} experts a token, not {top}; take another dispatcher")
         most, copies = self._agree(topk_idx)
+        self._check_experts(copies)
         channel = self._channel(most, hidden, top)
         idx, weights = topk_idx, topk_weights
         if copies > 1:
@@ -127,7 +126,8 @@ class DeepEP(Dispatcher):
         self._count(reach, x.shape[1] * (1 if self.wire == "fp8" else ROW.itemsize))
         got = channel.dispatch(
             quantize(rows) if self.wire == "fp8" else rows,
-            idx.to(self.library.topk_idx_t),
+            # Its kernels read the table as rows that follow one another.
+            idx.to(self.library.topk_idx_t).contiguous(),
             weights.contiguous(),
             self.num_experts * copies,
         )
@@ -148,7 +148,8 @@ class DeepEP(Dispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self._count(route.reach, y.shape[1] * ROW.itemsize)
         rows = route.grouping.reduce(y).to(ROW)
-        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % route.channel.multiple))
+        if missing := -rows.shape[1] % route.channel.multiple:
+            rows = torch.nn.functional.pad(rows, (0, missing))
         # Slots of other ranks are 0 in the table, which sums on the way rely on.
         table = None if values is None else route.grouping.spread(values)
         sums, back = route.channel.combine(rows, route.handle, table)
@@ -156,6 +157,16 @@ class DeepEP(Dispatcher):
             sums[: route.tokens, : y.shape[1]].to(y.dtype),
             None if back is None else back[: route.tokens],
         )
+
+    def _check_experts(self, copies: int) -> None:
+        """Refuse more experts than its kernels have room for; the same on every rank."""
+        experts, local = self.num_experts * copies, self.num_local_experts * copies
+        if experts > self._open.most_experts or local > self._open.most_local:
+            twice = f" ({copies} copies of each, since a token names an expert {copies} times)" if copies > 1 else ""
+            raise BadConfig(
+                f"deep_ep has room for {self._open.most_experts} experts and {self._open.most_local} a rank, not {experts} and"
+                f" {local}{twice}; set kernels.dispatch to hierarchical"
+            )
 
     def _count(self, reach: torch.Tensor, row: int) -> None:
         """Add rows of so many bytes to the traffic; stays on the device until asked for."""

@@ -42,6 +42,10 @@ class Channel(Protocol):
     """H must be a multiple of it."""
     grows: bool
     """Whether more tokens need a larger buffer."""
+    most_experts: int
+    """Experts of all ranks that its kernels have room for."""
+    most_local: int
+    """Experts of a rank."""
 
     def dispatch(self, x: Rows, idx: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Arrived:
         """Send [T, H] by the experts in `idx` [T, K]; collective."""
@@ -73,6 +77,8 @@ class ElasticChannel:
     # Combine reads rows in 16-byte vectors, 32 lanes at a time (impls/combine.cuh).
     multiple = 256
     grows = True
+    # WorkspaceLayout, common/layout.cuh.
+    most_experts, most_local = 2048, 256
 
     def __init__(
         self, library: ModuleType, group: dist.ProcessGroup, config: DeepEPConfig, tokens: int, hidden: int, top: int
@@ -103,7 +109,7 @@ class ElasticChannel:
             explicitly_destroy=True,
         )
         self.num_sms = config.num_sms
-        if not self.num_sms and self.buffer.num_rdma_ranks > 1 and not can_size_itself():
+        if not self.num_sms and not can_size_itself(library, self.buffer.num_rdma_ranks > 1):
             self.num_sms = MANY_SMS
 
     def dispatch(self, x: Rows, idx: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Arrived:
@@ -141,6 +147,8 @@ class LegacyChannel:
     # Of the scales of fp8; the kernels themselves would be content with 8.
     multiple = 128
     grows = False
+    # NUM_MAX_LOCAL_EXPERTS is 1024 (kernels/legacy); of experts altogether there is no limit.
+    most_experts, most_local = 2**31 - 1, 1024
 
     def __init__(
         self, library: ModuleType, group: dist.ProcessGroup, config: DeepEPConfig, tokens: int, hidden: int, top: int

@@ -11,12 +11,13 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NamedTuple
 
 from configs.failure import BadConfig
-from configs.kernels import DeepEPConfig
+from configs.kernels import DeepEPConfig, KernelsConfig
 
 GIN_TYPES = {"proxy": "2", "efa-gda": "5"}
 """NCCL_GIN_TYPE."""
@@ -52,8 +53,33 @@ class Around(NamedTuple):
     """Files of NCCL that are mapped."""
 
 
+def make_ready(kernels: KernelsConfig) -> None:
+    """What a rank that may use DeepEP must do before its process's first NCCL communicator.
+
+    The environment is set, which NCCL reads once, and deep_ep imported where there is a GPU: later its own check of mapped
+    files would take NCCL's network plugin (libnccl-net-ofi.so) for a second NCCL. What stands in the way is told when
+    DeepEP is opened, or is the reason why `auto` leaves it out.
+
+    Raises:
+        BadConfig: `kernels.dispatch` is deep_ep, and NCCL_GIN_TYPE is not what `kernels.deep_ep.gin` says, or deep_ep does
+            not start.
+    """
+    if kernels.dispatch not in ("auto", "deep_ep"):
+        return
+    # Images without torch look at the rules of this module, too.
+    import torch
+
+    try:
+        prepare(kernels.deep_ep)
+        if torch.cuda.is_available() and importlib.util.find_spec("deep_ep") is not None and len(mapped_nccl()) < 2:
+            _import()
+    except BadConfig:
+        if kernels.dispatch == "deep_ep":
+            raise
+
+
 def prepare(config: DeepEPConfig, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Set what NCCL and DeepEP read once; call it before the process's first NCCL communicator.
+    """Set what NCCL and DeepEP read once; call it, or `make_ready`, before the process's first NCCL communicator.
 
     Raises:
         BadConfig: NCCL_GIN_TYPE says otherwise already.
@@ -64,7 +90,10 @@ def prepare(config: DeepEPConfig, variables: MutableMapping[str, str] = os.envir
     if config.gin == "environment":
         return
     wanted = GIN_TYPES[config.gin]
-    if variables.setdefault("NCCL_GIN_TYPE", wanted) != wanted:
+    # NCCL takes an empty variable for one that is not set.
+    if not variables.get("NCCL_GIN_TYPE"):
+        variables["NCCL_GIN_TYPE"] = wanted
+    if variables["NCCL_GIN_TYPE"] != wanted:
         raise BadConfig(
             f"kernels.deep_ep.gin is {config.gin} (NCCL_GIN_TYPE={wanted}), but NCCL_GIN_TYPE is"
             f" {variables['NCCL_GIN_TYPE']}; unset one of them"
@@ -137,13 +166,16 @@ def _of_elastic(library: Library, around: Around) -> Iterator[str]:
         )
 
 
-def can_size_itself(variables: Mapping[str, str] = os.environ, devices: Path = DEVICES) -> bool:
-    """Whether DeepEP can read the network's speed.
+def can_size_itself(library: ModuleType, across_nodes: bool) -> bool:
+    """Whether DeepEP can read the speeds from which it computes a number of multiprocessors.
 
-    It asks `ibstat` about EP_NIC_NAME (mlx5_0) and takes 0 for an interface that is not there, as on EFA; then
-    `get_theoretical_num_sms` divides by it as soon as there are two nodes (deep_ep/utils/envs.py, buffers/elastic.py).
+    It takes 0 for a link that it cannot read, as upstream does on EFA. `get_theoretical_num_sms` divides by the network's
+    as soon as there are two nodes, and takes the fewest multiprocessors there are if NVLink's is 0 (deep_ep/utils/envs.py,
+    buffers/elastic.py). Builds differ in how they read them, so the library itself is asked.
     """
-    return (devices / variables.get("EP_NIC_NAME", "mlx5_0")).exists()
+    envs = getattr(getattr(library, "utils", None), "envs", None)
+    asked = ("get_nvlink_gbs", "get_rdma_gbs") if across_nodes else ("get_nvlink_gbs",)
+    return all(hasattr(envs, name) and getattr(envs, name)() > 0 for name in asked)
 
 
 def load(config: DeepEPConfig, nodes: int, ranks: int) -> ModuleType:
@@ -160,16 +192,43 @@ def load(config: DeepEPConfig, nodes: int, ranks: int) -> ModuleType:
     found = describe(Path(spec.origin).parent)
     for objection in objections(choose_api(config, found), found, around):
         raise BadConfig(objection)
-    try:
-        library = importlib.import_module("deep_ep")
-    except (ImportError, AssertionError, OSError) as error:
-        words = " ".join(str(error).split())
-        raise BadConfig(f"deep_ep at {spec.origin} does not start ({words}); see docs/transport.md") from None
+    library = _import()
     if found.elastic and not hasattr(library, "ElasticBuffer"):
         raise BadConfig(
             f"deep_ep at {library.__file__} has no ElasticBuffer although its files tell so; install it anew"
         )
     return library
+
+
+def _import() -> ModuleType:
+    try:
+        with _own_check_only():
+            return importlib.import_module("deep_ep")
+    except (ImportError, AssertionError, OSError) as error:
+        spec = importlib.util.find_spec("deep_ep")
+        words = " ".join(str(error).split())
+        raise BadConfig(
+            f"deep_ep at {spec.origin if spec else '?'} does not start ({words}); see docs/transport.md"
+        ) from None
+
+
+@contextmanager
+def _own_check_only(file: Path = Path("/proc/self/maps")) -> Iterator[None]:
+    """Silence deep_ep's check of mapped files while it is imported, if it would mistake a plugin for a second NCCL.
+
+    `check_nccl_so` compares all files with libnccl in their names (deep_ep/__init__.py); `mapped_nccl` looked at those that
+    are NCCL itself. That it also compares NCCL with the one deep_ep was linked to is lost then; NCCL compares versions.
+    """
+    mapped = set(re.findall(r"/\S*libnccl\S*", file.read_text())) if file.exists() else set()
+    name = "EP_SUPPRESS_NCCL_CHECK"
+    if len(mapped) < 2 or name in os.environ or len(mapped_nccl()) > 1:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def describe(folder: Path) -> Library:

@@ -49,8 +49,9 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[T, H] of `dtype` from what `quantize` gave; both contiguous."""
+    """[T, H] of `dtype` from what `quantize` gave."""
     tokens, hidden = values.shape
+    values, scales = values.contiguous(), scales.contiguous()
     made = torch.empty((tokens, hidden), dtype=dtype, device=values.device)
     if made.numel():
         blocks = scales.shape[1]
@@ -68,7 +69,9 @@ def _quantize(  # type: ignore[no-untyped-def]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < hidden
-    wide = tl.load(x + row * row_stride + column * column_stride, mask=inside, other=0).to(tl.float32)
+    # Of a transposed matrix columns lie far apart.
+    place = row * row_stride + column.to(tl.int64) * column_stride
+    wide = tl.load(x + place, mask=inside, other=0).to(tl.float32)
     # A maximum may pass over NaN, so it is looked for by itself.
     spoiled = tl.max(((wide != wide) | (tl.abs(wide) == float("inf"))).to(tl.int32), axis=1)
     largest = tl.max(tl.abs(wide), axis=1)

@@ -34,7 +34,7 @@ def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return made.zero_()
     width = _width(hidden)
     grid = (len(rows), triton.cdiv(hidden, width))
-    _gather[grid](x, rows, made, hidden, x.stride(0), x.stride(1), WIDTH=width)
+    _gather[grid](x, rows.contiguous(), made, hidden, x.stride(0), x.stride(1), WIDTH=width)
     return made
 
 
@@ -60,7 +60,7 @@ def sum_rows(y: torch.Tensor, rows: torch.Tensor, total: int, weights: torch.Ten
     width = _width(hidden)
     grid = (total, triton.cdiv(hidden, width))
     _sum[grid](
-        y, order, ends, order if weights is None else weights, made, hidden, y.stride(0), y.stride(1),
+        y, order, ends, order if weights is None else weights.contiguous(), made, hidden, y.stride(0), y.stride(1),
         WEIGHTED=weights is not None, WIDTH=width,
     )  # fmt: skip
     return made
@@ -76,7 +76,9 @@ def _gather(x, rows, made, hidden, row_stride, column_stride, WIDTH: tl.constexp
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     row = tl.load(rows + slot).to(tl.int64)
     inside = column < hidden
-    values = tl.load(x + tl.maximum(row, 0) * row_stride + column * column_stride, mask=inside, other=0)
+    # Of a transposed matrix columns lie far apart.
+    place = tl.maximum(row, 0) * row_stride + column.to(tl.int64) * column_stride
+    values = tl.load(x + place, mask=inside, other=0)
     tl.store(made + slot * hidden + column, tl.where(row >= 0, values, 0), mask=inside)
 
 
@@ -91,7 +93,8 @@ def _sum(  # type: ignore[no-untyped-def]
     total = tl.zeros((WIDTH,), dtype=tl.float32)
     for place in range(first, last):
         slot = tl.load(order + place).to(tl.int64)
-        values = tl.load(y + slot * row_stride + column * column_stride, mask=inside, other=0).to(tl.float32)
+        where = slot * row_stride + column.to(tl.int64) * column_stride
+        values = tl.load(y + where, mask=inside, other=0).to(tl.float32)
         if WEIGHTED:
             values *= tl.load(weights + slot)
         total += values

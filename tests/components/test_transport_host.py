@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -26,8 +27,13 @@ def write(file: Path, text: str) -> None:
 
 
 def add_device(root: Path, number: int, counters: dict[str, int], vendor: str = "0x1d0f", given: bool = True) -> None:
-    """An RDMA device with two ports; `given` puts its file into the pod."""
+    """An RDMA device with two ports; `given` puts its file into the pod.
+
+    Without counters it is what a pod's network namespace shows: ports, but no hw_counters in them.
+    """
     device = root / "sys/class/infiniband" / f"rdmap{number}"
+    for port in (1, 2):
+        write(device / f"ports/{port}/state", "4: ACTIVE\n")
     for name, value in counters.items():
         for port in (1, 2):
             write(device / f"ports/{port}/hw_counters/{name}", f"{value}\n")
@@ -37,8 +43,18 @@ def add_device(root: Path, number: int, counters: dict[str, int], vendor: str = 
         write(root / f"dev/infiniband/uverbs{number}", "")
 
 
-def counters_of(root: Path) -> Counters:
-    return read_counters(root / "sys/class", root / "dev/infiniband")
+def counters_of(root: Path, *command: str) -> Counters:
+    return read_counters(root / "sys/class", root / "dev/infiniband", command or ("no-such-program",))
+
+
+def printing(text: str, code: int = 0) -> tuple[str, ...]:
+    """A program that prints something."""
+    return sys.executable, "-c", f"print({text!r}); raise SystemExit({code})"
+
+
+def netlink(number: int, **counters: int) -> dict[str, object]:
+    """A port as `rdma -j statistic show` prints it."""
+    return {"ifname": f"rdmap{number}", "port": 1, **counters, "lifespan": 12}
 
 
 def test_counters_are_those_of_this_pods_efa_devices(tmp_path: Path) -> None:
@@ -50,6 +66,47 @@ def test_counters_are_those_of_this_pods_efa_devices(tmp_path: Path) -> None:
     assert counters_of(tmp_path) == Counters({"rdmap0": {"tx_bytes": 200, "rdma_write_bytes": 14}}, {"eth0": 5})
     assert efa_devices(tmp_path / "sys/class") == ["rdmap0", "rdmap1"]
     assert counters_of(tmp_path / "nothing") == Counters({}, {})
+
+
+def test_a_pod_sees_no_counter_files_and_asks_over_netlink(tmp_path: Path) -> None:
+    add_device(tmp_path, 0, {})
+    add_device(tmp_path, 1, {}, given=False)
+    write(tmp_path / "sys/class/net/eth0/statistics/tx_bytes", "5\n")
+
+    def asked(tx: int, second: int) -> Counters:
+        ports = [netlink(0, tx_bytes=tx), netlink(0, tx_bytes=second), netlink(1, tx_bytes=9), {"ifname": "rdmap0"}]
+        return counters_of(tmp_path, *printing(json.dumps(ports)))
+
+    before = asked(100, 7)
+    assert before == Counters({"rdmap0": {"tx_bytes": 107}}, {"eth0": 5}) and before.readable
+    assert asked(160, 7).since(before).rdma_bytes == 60
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("no-such-program",),
+        printing("Failed to open NETLINK_RDMA socket", 1),
+        printing("[]"),
+        printing("{}"),
+        printing("3"),
+        printing("no JSON"),
+        printing('[{"ifname": "rdmap0", "port": 1}, 5]'),
+    ],
+)
+def test_counters_that_nobody_tells_are_not_0_bytes(command: tuple[str, ...], tmp_path: Path) -> None:
+    add_device(tmp_path, 0, {})
+    found = counters_of(tmp_path, *command)
+    assert found.rdma == {"rdmap0": {}} and not found.readable and not found.since(found).readable
+    # What can be read only afterwards has not grown by all that was ever sent.
+    later = Counters({"rdmap0": {"tx_bytes": 10**12}}, {})
+    assert later.since(found) == Counters({"rdmap0": {}}, {})
+    assert not Counters({}, {}).readable and not Counters({"a": {"tx_bytes": 1}, "b": {}}, {}).readable
+
+
+def test_a_counter_that_ran_over_goes_on() -> None:
+    before, after = (Counters({"a": {"tx_bytes": value}}, {}) for value in (2**32 - 100, 50))
+    assert after.since(before).rdma_bytes == 150
 
 
 def test_a_driver_link_decides_before_the_vendor(tmp_path: Path) -> None:
@@ -108,10 +165,22 @@ def test_fi_info_lists_domains_once() -> None:
     assert efa_domains(FI_INFO) == {"rdmap85s0", "rdmap86s0"}
 
 
-def test_fi_info_may_be_absent_or_find_nothing() -> None:
+def test_fi_info_may_be_absent_or_find_nothing(tmp_path: Path) -> None:
     assert count_efa_domains(("no-such-program",)) is None
-    assert count_efa_domains((sys.executable, "-c", "raise SystemExit(61)")) == 0
-    assert count_efa_domains((sys.executable, "-c", f"print({FI_INFO!r})")) == 2
+    assert count_efa_domains(printing(FI_INFO)) == 2
+    assert count_efa_domains(printing("fi_getinfo: -61 (No data available)", 61)) == 0
+    # A program that fails for another reason does not say that there is no EFA.
+    assert count_efa_domains(printing("error while loading shared libraries", 127)) is None
+
+
+def test_the_installers_fi_info_comes_before_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, text in (("amazon", FI_INFO), ("path", "")):
+        file = tmp_path / folder / "fi_info"
+        write(file, f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    assert count_efa_domains(folder=str(tmp_path / "amazon")) == 2
+    assert count_efa_domains(folder=str(tmp_path / "none")) == 0
 
 
 def test_a_gpu_node_with_all_it_needs(tmp_path: Path) -> None:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import os
+import re
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from components.preflight import proof as proof_module
 from components.preflight.evidence import MARK, Report
 from components.preflight.main import preflight
 from components.preflight.proof import Proof, ProofObjects, proof_name
-from components.preflight.transport import check_transport, conclude, wanted_of
+from components.preflight.transport import check_transport, conclude, expects_efa, wanted_of
+from components.release.main import end_pods
 from components.step import Step
 from configs.failure import BadConfig, Failure, ServiceGone, ToldToLeave
+from configs.kernels import DeepEPConfig, KernelsConfig
 from configs.run import RunConfig
 from configs.stack import load_stack
 from tests.components.execution import ROOT, config_in, executor_input
+from tests.components.transport_pods import LivePods, jobset, workflow
 
 EFA_PODS = {
     "nodes": 4,
@@ -34,11 +35,9 @@ EFA_PODS = {
     "one_zone": True,
     "capacity": "reserved",
 }
-NODE = "spec.nodeName"
-INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def cluster_run(expect: str = "auto", **sections: Any) -> RunConfig:
+def cluster_run(expect: str = "auto", transport: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
     kubernetes = {"train": {"nodes": 2}, "images": {"control": "c", "train": "r/train", "rollout": "r"}, "grace_s": 1}
     return RunConfig.model_validate(
         {
@@ -46,7 +45,7 @@ def cluster_run(expect: str = "auto", **sections: Any) -> RunConfig:
             "storage": {"root": "s3://bucket/runs", "scratch": "/scratch"},
             "loop": {"roles": "kubernetes"},
             "train": {"ranks": 16},
-            "transport": {"expect": expect, "exchange_mib": 8, "timeout_s": 60},
+            "transport": {"expect": expect, "exchange_mib": 8, "timeout_s": 150, **(transport or {})},
             **sections,
             "kubernetes": {**kubernetes, **sections.get("kubernetes", {})},
         }
@@ -55,80 +54,6 @@ def cluster_run(expect: str = "auto", **sections: Any) -> RunConfig:
 
 def efa_run(**kubernetes: Any) -> RunConfig:
     return cluster_run(hardware="p5en", stack="deepep-efa", kubernetes={"train": EFA_PODS, **kubernetes})
-
-
-class LivePods:
-    """As much of a cluster as the proof uses; the JobSet's pods are real processes of this machine."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.body: dict[str, Any] | None = None
-        self.deleted: list[str] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.starts = True
-        self.environment: dict[str, str] = {}
-
-    def get(self, api_version: str, kind: str, name: str) -> dict[str, Any] | None:
-        return self.body if self.body is not None and self.body["metadata"]["name"] == name else None
-
-    def create(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.body = body | {"metadata": body["metadata"] | {"creationTimestamp": "2026-01-01T00:00:00Z", "uid": "u"}}
-        if self.starts:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            self.processes = [self._start(index, port) for index in range(2)]
-        return self.body
-
-    def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
-        assert self.body is not None
-        job = self.body["spec"]["replicatedJobs"][0]["template"]["spec"]
-        container = job["template"]["spec"]["containers"][0]
-        fields = {NODE: f"machine-{index}", INDEX: str(index)}
-        given = {
-            one["name"]: one["value"] if "value" in one else fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
-            for one in container["env"]
-        }
-        given |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), **self.environment}
-        with (self.folder / f"log-{index}").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, *container["command"][1:]], cwd=ROOT, env=os.environ | given, stdout=log, stderr=log
-            )
-
-    def pods(self, selector: str) -> list[dict[str, Any]]:
-        if self.body is None:
-            return []
-        assert selector == f"tandem.run={self.body['metadata']['name']}"
-        found = []
-        for index in range(2):
-            code = self.processes[index].poll() if self.processes else None
-            phase = (
-                "Pending" if not self.processes else "Running" if code is None else "Failed" if code else "Succeeded"
-            )
-            state = {"terminated": {"exitCode": code, "message": self.pod_log(f"pod-{index}", "train")}} if code else {}
-            labels = self.body["spec"]["replicatedJobs"][0]["template"]["metadata"]["labels"]
-            metadata = {"name": f"pod-{index}", "uid": str(index), "labels": labels}
-            status = {"phase": phase, "containerStatuses": [{"state": state}]}
-            found.append({"metadata": metadata, "status": status, "spec": {"containers": [{"name": "train"}]}})
-        return found
-
-    def warnings(self, name: str, reason: str = "", since: str = "") -> list[str]:
-        return ["0/1 nodes are available: 1 Insufficient vpc.amazonaws.com/efa"]
-
-    def pod_log(self, pod: str, container: str) -> str:
-        return (self.folder / f"log-{pod[-1]}").read_text(errors="replace")
-
-    def log_tail(self, pod: dict[str, Any]) -> list[str]:
-        return self.pod_log(pod["metadata"]["name"], "train").splitlines()[-1:]
-
-    def delete(self, api_version: str, kind: str, name: str) -> bool:
-        self.deleted.append(name)
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        there, self.body, self.processes = self.body is not None, None, []
-        return there
 
 
 def make(config: RunConfig, pods: LivePods) -> Report:
@@ -147,7 +72,7 @@ def test_a_live_exchange_over_sockets_is_told_as_such(sockets: tuple[Report, Liv
     assert report.carried_by == "tcp (lo)" and report.seconds > 0 and report.gib_s > 0
     assert [node.node for node in report.evidence.nodes] == ["machine-0", "machine-1"]
     assert all(node.sent == 8 * 2**20 <= node.moved.plain["lo"] for node in report.evidence.nodes)
-    assert pods.deleted == ["moe-proof"]
+    assert pods.gone
 
 
 def test_efa_is_not_proven_by_it(sockets: tuple[Report, LivePods], capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,9 +85,23 @@ def test_efa_is_not_proven_by_it(sockets: tuple[Report, LivePods], capsys: pytes
     assert "went over a plain network interface instead of EFA" in capsys.readouterr().out
 
 
-def test_any_passes_with_the_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = cluster_run("any")
-    entry = conclude(config, make(config, LivePods(tmp_path)))
+HANGS = """
+import sys, threading
+import components.preflight.exchange as exchange
+exchange.dist.destroy_process_group = lambda: threading.Event().wait()
+sys.argv[0] = "exchange"
+exchange.main()
+"""
+
+
+def test_any_passes_with_the_note_though_a_process_does_not_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, pods = cluster_run("any"), LivePods(tmp_path)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    pods.environment, pods.module = {"PYTHONPATH": str(ROOT)}, str(tmp_path / "hangs.py")
+    entry = conclude(config, make(config, pods))
+    assert pods.gone
     assert entry["carried_by"] == "tcp (lo)" and entry["expected"] == "any" and entry["not_made"] is None
     assert entry["notes"] == ["over-ethernet"]
     out = capsys.readouterr().out
@@ -174,16 +113,17 @@ def test_an_exchange_that_fails_is_told_and_deleted(tmp_path: Path) -> None:
     pods.environment = {"LOCAL_WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "0"}  # torchrun refuses
     with pytest.raises(BadConfig, match="left no report: pod-.*train ended with exit code 1") as caught:
         make(cluster_run("efa"), pods)
-    assert pods.deleted == ["moe-proof"] and "\n" not in caught.value.sentence
+    assert pods.gone and "\n" not in caught.value.sentence
 
 
 def test_a_pod_that_does_not_start_is_named(tmp_path: Path) -> None:
     pods = LivePods(tmp_path)
     pods.starts = False
-    config = cluster_run("efa", kubernetes={"ready_s": 0.5})
-    with pytest.raises(ServiceGone, match="pod pod-0 has not started after 0 s .*Insufficient vpc.amazonaws.com/efa"):
+    config = cluster_run("efa", transport={"start_s": 0.5})
+    words = r"pod pod-0 has not started after 0 s .*Insufficient vpc.amazonaws.com/efa\); .* or raise transport.start_s"
+    with pytest.raises(ServiceGone, match=words):
         make(config, pods)
-    assert pods.deleted == ["moe-proof"]
+    assert pods.gone
 
 
 def test_an_exchange_that_hangs_is_ended_with_its_last_words(tmp_path: Path) -> None:
@@ -192,7 +132,7 @@ def test_an_exchange_that_hangs_is_ended_with_its_last_words(tmp_path: Path) -> 
     config = cluster_run("efa", transport={"timeout_s": 3})
     with pytest.raises(ServiceGone, match=r"has not ended after 3 s \(transport.timeout_s\): pod-0 last said"):
         make(config, pods)
-    assert pods.deleted == ["moe-proof"]
+    assert pods.gone
 
 
 def test_told_to_leave_it_deletes_its_pods(tmp_path: Path) -> None:
@@ -209,31 +149,131 @@ def test_told_to_leave_it_deletes_its_pods(tmp_path: Path) -> None:
             make(cluster_run("efa"), pods)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert pods.deleted == ["moe-proof"]
+    assert pods.gone
 
 
-def test_what_an_earlier_preflight_left_goes_first(tmp_path: Path, sockets: tuple[Report, LivePods]) -> None:
+STUCK = """
+import sys, time
+import components.preflight.exchange as exchange
+swap = exchange.swap
+def stuck(size, talk):
+    if size > 1:
+        time.sleep(1000)
+    swap(size, talk)
+exchange.swap, exchange.TELL_AT = stuck, 0.2
+sys.argv[0] = "exchange"
+exchange.main()
+"""
+
+
+def test_an_exchange_that_is_stuck_tells_where(tmp_path: Path) -> None:
+    pods = LivePods(tmp_path)
+    (tmp_path / "stuck.py").write_text(STUCK)
+    pods.environment, pods.module = {"PYTHONPATH": str(ROOT)}, str(tmp_path / "stuck.py")
+    report = make(cluster_run("efa", {"timeout_s": 100}), pods)
+    assert pods.gone and not report.proven and report.seconds == 0
+    problem = report.problems[0]
+    assert problem.key == "failed" and "it has not ended after 20 s; rank " in problem.sentence
+    assert "is stuck in the exchange itself);" in problem.sentence
+    assert not {"no-traffic", "over-ethernet"} & {each.key for each in report.problems}
+
+
+def test_a_report_of_another_release_is_one_sentence(tmp_path: Path) -> None:
+    pods = LivePods(tmp_path)
+    (tmp_path / "older.py").write_text(f"print({MARK!r} + '{{\"carried_by\": 3}}')")
+    pods.module = str(tmp_path / "older.py")
+    with pytest.raises(BadConfig, match="the report of pod-. cannot be read .* images train and control from the same"):
+        make(cluster_run("any"), pods)
+    assert pods.gone
+
+
+def test_the_exchange_starts_deep_eps_transfers_as_training_does(tmp_path: Path) -> None:
+    pods = LivePods(tmp_path)
+    pods.environment = {"NCCL_GIN_TYPE": ""}
+    kernels = {"deep_ep": {"gin": "efa-gda"}}
+    report = make(cluster_run("any", train={"ranks": 16, "expert_parallel": 2}, kernels=kernels), pods)
+    assert {node.host.environment["NCCL_GIN_TYPE"] for node in report.evidence.nodes} == {"5"}
+    assert "gin-unset" not in {problem.key for problem in report.problems}
+
+
+def test_neither_a_loop_nor_anothers_proof_is_touched(tmp_path: Path) -> None:
+    config = cluster_run("any", {"start_s": 0.2})
+    others = {
+        # A run may have this name, and other executions of this run a proof.
+        "moe-proof": jobset("moe-proof", "a", "mine"),
+        "moe-proof-live": jobset("moe-proof-live", "b", "theirs", run="moe"),
+        "moe-proof-by-hand": jobset("moe-proof-by-hand", "c", run="moe"),
+        "other-proof-mine": jobset("other-proof-mine", "d", "mine", run="other"),
+    }
+    left = {"moe-proof-left": jobset("moe-proof-left", "e", "mine", run="moe")}
+    for owner in (workflow("mine"), None):
+        pods = LivePods(tmp_path)
+        pods.starts, pods.others = False, {**others, **left}
+        with pytest.raises(ServiceGone):
+            Proof(config, wanted_of(config, load_stack("cpu")), pods, owner).make()  # type: ignore[arg-type]
+        assert pods.others == (others if owner else {**others, **left})
+        assert pods.deleted[:-1] == (["moe-proof-left"] if owner else []) and pods.body is None
+
+
+def test_release_ends_the_proofs_of_its_own_execution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pods = LivePods(tmp_path)
+    monkeypatch.setattr("components.rl_loop.cluster.LoopCluster", lambda: pods)
+    pods.others = {
+        "moe": jobset("moe", "a", "mine"),
+        "moe-proof": jobset("moe-proof", "b", "mine"),
+        "x": jobset("x", "c", "mine", run="moe"),
+        "y": jobset("y", "d", "theirs", run="moe"),
+    }
+    end_pods(cluster_run())
+    assert pods.deleted == ["moe", "x"] and list(pods.others) == ["moe-proof", "y"]
+
+
+@pytest.mark.parametrize("name", ["a", "moe", "a" * 40, "moe-proof", "a" * 23 + "-" + "b" * 16])
+def test_no_run_has_the_name_of_a_proof(name: str) -> None:
+    config = cluster_run(name=name)
+    names = {proof_name(config, execution) for execution in "ab"}
+    assert len(names) == 2
+    for made in names:
+        assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", made) and len(f"{made}-train-0-0-abcde") <= 63
+        with pytest.raises(ValidationError):
+            cluster_run(name=made)
+
+
+def test_where_efa_is_not_expected_no_failure_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pods = LivePods(tmp_path)
     pods.starts = False
-    pods.create(ProofObjects(cluster_run(), sockets[0].evidence.wanted).proof())
+    monkeypatch.setattr("components.rl_loop.cluster.LoopCluster", lambda: pods)
+    stack = load_stack("cpu")
+    entry = check_transport(cluster_run("any", {"start_s": 0.2}), stack)
+    assert (
+        entry["not_made"].startswith("pod pod-0 has not started") and "the transport was not" in capsys.readouterr().out
+    )
     with pytest.raises(ServiceGone):
-        make(cluster_run("any", kubernetes={"ready_s": 0.2}), pods)
-    assert pods.deleted == ["moe-proof", "moe-proof"]
+        check_transport(cluster_run("efa", {"start_s": 0.2}), stack)
+
+    def told(self: Proof) -> Report:
+        raise ToldToLeave("told to leave")
+
+    monkeypatch.setattr(Proof, "make", told)
+    with pytest.raises(ToldToLeave):
+        check_transport(cluster_run("any"), stack)
 
 
 def test_pods_are_trainings_own(monkeypatch: pytest.MonkeyPatch) -> None:
     config = efa_run(queue="tandem", gdrcopy="host-path", exclusive_topology="topology.kubernetes.io/zone")
     wanted = wanted_of(config, load_stack(config.stack))
-    owner = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "u"}
-    made = ProofObjects(config, wanted).proof(owner)
-    assert made["metadata"]["name"] == proof_name(config) == "moe-proof" and made["metadata"]["ownerReferences"] == [
-        owner
-    ]
+    owner = workflow("u")
+    name = proof_name(config, "1")
+    made = ProofObjects(config, wanted, name).proof(owner)
+    assert made["metadata"]["name"] == name and made["metadata"]["ownerReferences"] == [owner]
     assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tandem"
-    assert made["metadata"]["labels"]["tandem.run"] == "moe-proof"  # the loop must not take them for its own
+    assert made["metadata"]["labels"]["tandem.run"] == name  # the loop must not take them for its own
+    assert made["metadata"]["labels"]["tandem.run/proof"] == "moe"
     job = made["spec"]["replicatedJobs"][0]["template"]
     assert (job["spec"]["parallelism"], job["spec"]["completions"], job["spec"]["backoffLimit"]) == (2, 2, 0)
-    assert job["spec"]["activeDeadlineSeconds"] == 900 + 60 + 60
+    assert job["spec"]["activeDeadlineSeconds"] == 900 + 150 + 60
     pod = job["spec"]["template"]
     container = pod["spec"]["containers"][0]
     assert container["image"] == "r/train"
@@ -243,20 +283,21 @@ def test_pods_are_trainings_own(monkeypatch: pytest.MonkeyPatch) -> None:
         "node.kubernetes.io/instance-type": "p5en.48xlarge",
         "karpenter.sh/capacity-type": "reserved",
     }
-    labels = {"tandem.run": "moe-proof", "app.kubernetes.io/component": "train"}
+    labels = {"tandem.run": name, "app.kubernetes.io/component": "train"}
     apart = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
     assert apart["topologyKey"] == "kubernetes.io/hostname" and apart["labelSelector"]["matchLabels"] == labels
     zone = pod["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
     assert zone["labelSelector"]["matchLabels"] == labels.copy() and labels.items() <= pod["metadata"]["labels"].items()
     values = {one["name"]: one.get("value") for one in container["env"]}
     assert values["PET_NNODES"] == "2" and values["PET_NPROC_PER_NODE"] == "8"
-    assert values["PET_MASTER_ADDR"] == "moe-proof-train-0-0.moe-proof"
+    assert values["PET_MASTER_ADDR"] == f"{name}-train-0-0.{name}"
+    assert values["PET_RDZV_CONF"] == "timeout=1050"
     assert "REDIS_PASSWORD" not in values and [one for one in container["envFrom"] if "secretRef" in one] == []
     assert {one["name"] for one in container["volumeMounts"]} == {"scratch", "shared-memory", "gdrcopy"}
     assert {one["name"] for one in pod["spec"]["volumes"]} == {"scratch", "shared-memory", "gdrcopy"}
     sent = container["command"][container["command"].index("--wanted") + 1]
     assert msgspec.json.decode(sent) == {
-        "efa": True, "gin": "none", "deep_ep_build": "amazon", "interfaces": 16, "gpus": 8
+        "efa": True, "gin": "none", "deep_ep_gin": "environment", "deep_ep_build": "amazon", "interfaces": 16, "gpus": 8
     }  # fmt: skip
 
 
@@ -264,11 +305,23 @@ def test_gin_is_wanted_where_deep_ep_may_run() -> None:
     config = efa_run().model_copy(update={"train": efa_run().train.model_copy(update={"expert_parallel": 8})})
     assert wanted_of(config, load_stack("deepep-efa")).gin == "efa-gda"
     assert wanted_of(efa_run(), load_stack("deepep-efa")).gin == "none"
+    proxy = config.model_copy(update={"kernels": KernelsConfig(deep_ep=DeepEPConfig(gin="proxy"))})
+    assert wanted_of(proxy, load_stack("deepep-efa")).gin == "proxy"
 
 
 def test_one_training_pod_without_efa_needs_no_proof() -> None:
     config = cluster_run(train={"ranks": 1}, kubernetes={"train": {"nodes": 1}})
     assert check_transport(config, load_stack("cpu"))["not_made"] == "training is one pod"
+
+
+def test_training_on_one_node_takes_no_second_one_for_a_proof(capsys: pytest.CaptureFixture[str]) -> None:
+    one = efa_run(train={**EFA_PODS, "nodes": 1})
+    assert expects_efa(efa_run()) and not expects_efa(one)
+    entry = check_transport(one, load_stack("deepep-efa"))
+    assert (entry["not_made"], entry["expected"]) == ("training is one pod", "any")
+    assert "note: EFA is not proven: training is one node" in capsys.readouterr().out
+    asked = one.model_copy(update={"transport": one.transport.model_copy(update={"expect": "efa"})})
+    assert expects_efa(asked)
 
 
 def test_one_machine_says_what_it_is(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ NET/OFI Selected provider is efa, fabric is efa-direct (found 16 nics)
 NET/OFI Using transport protocol RDMA (platform set)
 NCCL_GIN_TYPE set by environment to 5.
 NET/OFI gin GDAKI: createContext done (nContexts 4)
+NET/Plugin: Failed to find ncclCollNetPlugin_v11 symbol.
 Using network Libfabric
-Channel 00/0 : 0[0] -> 1[0] [receive] via NET/Libfabric/0/GDRDMA
+Channel 00/0 : 0[0] -> 1[0] [receive] via NET/Libfabric/0/GDRDMA/flush=None
 Channel 00/0 : 1[0] -> 0[0] [send] via NET/Libfabric/0/GDRDMA
 """
 OLD_EFA = """\
 NET/Socket : Using [0]eth0:10.0.0.1<0>
+NET/Plugin: Failed to find ncclNetPlugin_v8 symbol.
 NET/OFI Initializing aws-ofi-nccl 1.7.4-aws
 NET/OFI Selected Provider is efa (found 4 nics)
 NET/OFI Using transport protocol SENDRECV
@@ -61,6 +63,7 @@ NO_GPU_DIRECT = EFA_DIRECT.replace("/GDRDMA", "")
 FEW = EFA_DIRECT.replace("found 16 nics", "found 2 nics")
 SEND_RECEIVE = EFA_DIRECT.replace("protocol RDMA", "protocol SENDRECV")
 THROUGH_EFA = EFA_DIRECT.replace("efa-direct", "efa")
+OLDEST_EFA = OLD_EFA.replace("Initializing aws-ofi-nccl 1.7.4-aws", "Using aws-ofi-nccl 1.5.0aws")
 MIXED = EFA_DIRECT + SOCKETS
 NOTHING = "NCCL version 2.31.2+cuda13.0\nChannel 00/0 : 0[0] -> 1[1] via P2P/IPC\n"
 

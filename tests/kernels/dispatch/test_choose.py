@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from configs.failure import BadConfig, Failure
+from configs.failure import BadConfig
 from kernels.bench import Layout, measure, measure_joined
 from kernels.bench_rank import Plan
 from kernels.bench_routing import ROUTINGS, routing
@@ -78,7 +78,7 @@ def test_one_node_leaves_only_the_plain_path() -> None:
 
 def test_the_failure_of_a_rank_is_told_in_its_own_words() -> None:
     # DeepEP has no path without GPUs.
-    with pytest.raises(Failure, match=r"rank \d of the measurement ended with .*deep_ep"):
+    with pytest.raises(BadConfig, match=r"rank \d of the measurement: .*deep_ep"):
         measure(msgspec.structs.replace(PLAN, backends=["deep_ep"]), _local(1, 2), lambda line: None)
 
 
@@ -102,6 +102,25 @@ def test_routings_are_what_they_are_named(kind: str) -> None:
     nodes = max(len(row.unique()) for row in experts // 16)
     assert (load.max() > 3) == (kind == "skewed")
     assert nodes == (2 if kind == "node_limited" else 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["dispatch", "--topk", "0"], "--topk 0: is no list of numbers of at least 1"),
+        (["dispatch", "--topk", "65"], "--topk: must lie between 1 and --experts 64"),
+        (["dispatch", "--backend", "fastest"], "--backend fastest: is unknown"),
+        (["dispatch", "--topk", "16", "--experts", "16"], "--routing node_limited leaves a token 8 experts"),
+        (["dispatch", "--run", "checkpoint.yaml"], "its model comes from"),
+        (["experts", "--ranks", "0"], "--ranks 0: is no list of numbers of at least 1"),
+        (["experts", "--ranks", "3"], "--ranks 3 does not divide the 8 experts"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], told: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.yaml").write_text("model: {checkpoint: somewhere}")
+    arguments = [str(tmp_path / each) if each.endswith(".yaml") else each for each in arguments]
+    failure = CliRunner().invoke(tandem, ["bench", *arguments]).exception
+    assert isinstance(failure, BadConfig) and told in failure.sentence
 
 
 @root
