@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from components.storage.digest import DIGESTS, FileDigest, digest_file, encode_digests, folder_files
 from components.storage.layout import RunLayout
 from components.train.catalogue import TrainerState, latest_checkpoint
+from components.train.known_dispatch import keep_dispatch, with_known_dispatch
 from components.train.moments import load_moments, save_moments
 from components.train.ranks import Ranks
 from components.train.trainer import Trainer
@@ -74,10 +75,13 @@ def restore(
         BadData: a checkpoint is damaged.
     """
     ranks = ranks or Ranks()
+    config = with_known_dispatch(config, layout, ranks)
     # One rank looks, so that all see the same.
     name = ranks.spread((latest_checkpoint(layout) or "").encode() if ranks.rank == 0 else b"").decode()
     if not name:
-        return Trainer(load_policy(start), config, ranks), None
+        trainer = Trainer(load_policy(start), config, ranks)
+        keep_dispatch(trainer.dispatch, config, layout, ranks)
+        return trainer, None
     folder = layout.scratch / "restored"
     if ranks.local == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -89,6 +93,7 @@ def restore(
             f" new run from its policy by model.checkpoint: {layout.uri}/checkpoints/{name}"
         )
     trainer = Trainer(load_policy(folder), config, ranks)
+    keep_dispatch(trainer.dispatch, config, layout, ranks)
     try:
         state = msgspec.json.decode((folder / "trainer" / "state.json").read_bytes(), type=TrainerState)
         load_moments(trainer.model, trainer.optimizer, ranks, folder / "trainer" / "optimizer")

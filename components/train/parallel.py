@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from components.train.ranks import Ranks
 from configs.failure import BadConfig
 from configs.run import RunConfig
-from kernels.dispatch.choose import Choice, Shapes, choose_dispatcher
+from kernels.dispatch.choose import Choice, Shapes, choose_dispatcher, open_dispatcher
 from kernels.dispatch.topology import topology_of
 from kernels.experts import experts_of, use_grouped_experts
 
@@ -75,7 +75,15 @@ def _choice(model: PreTrainedModel, config: RunConfig, ranks: Ranks, mesh: Devic
         top=model.config.num_experts_per_tok,
         dtype=model.dtype,
     )
-    return choose_dispatcher(config.kernels, topology_of(mesh.get_group()), shapes, ranks.device)
+    topology = topology_of(mesh.get_group())
+    choice = choose_dispatcher(config.kernels, topology, shapes, ranks.device)
+    # Groups that measured at the same time may differ; rank 0's speaks for all.
+    name = ranks.spread(choice.dispatcher.name.encode()).decode()
+    if name == choice.dispatcher.name:
+        return choice
+    choice.dispatcher.close()
+    dispatcher = open_dispatcher(name, config.kernels, topology, shapes)
+    return Choice(dispatcher, f"{name}: the choice of rank 0's group", choice.figures)
 
 
 def _divide_experts(experts: Any, grid: DeviceMesh) -> None:

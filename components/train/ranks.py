@@ -72,9 +72,9 @@ class Ranks:
 
         Args:
             store: One that all ranks reach.
+            kernels: How tokens will travel to experts; None if there is no expert parallelism.
             limit: How long they may take to come.
             patience: How long ranks wait for one another afterwards.
-            kernels: How tokens will travel to experts; None if there is no expert parallelism.
 
         Raises:
             BadConfig: the environment contradicts `kernels`.

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from components.experience.group import Group
 from components.storage.layout import RunLayout
+from components.train import gathering
+from components.train import gathering
 from components.train.catalogue import TrainerState
 from components.train.checkpoint import restore, save_checkpoint
 from components.train.ranks import Ranks
@@ -33,6 +35,7 @@ class Case(msgspec.Struct):
     batches: list[str]
     nodes: int = 1
     save: bool = False
+    message_bytes: int = gathering.MESSAGE_BYTES
 
     @property
     def ranks(self) -> int:
@@ -74,12 +77,15 @@ def main() -> None:
     """Be one rank in every case that has it."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
+    # Shards are uneven, and ranks must all the same gather in the same parts.
+    gathering.MESSAGE_BYTES = 9000
     for case in msgspec.json.decode((folder / "cases.json").read_bytes(), type=list[Case]):
         if rank >= case.ranks:
             continue
         width = case.ranks // case.nodes
         os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(width)}
         ranks = Ranks(rank, case.ranks, rank % width)
+        gathering.MESSAGE_BYTES = case.message_bytes
         ranks.open(dist.FileStore(str(folder / f"{case.name}.meet"), case.ranks))
         results = run_case(case, ranks, folder)
         if rank == 0:

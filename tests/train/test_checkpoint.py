@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from components.storage.layout import RunLayout
 from components.train.catalogue import TrainerState, latest_checkpoint, prune_checkpoints
 from components.train.checkpoint import restore, save_checkpoint
+from components.train.known_dispatch import keep_dispatch, with_known_dispatch
+from components.train.ranks import Ranks
 from components.train.trainer import Trainer
 from components.warm_start.tokenizer import character_tokenizer
 from components.weights.policy import load_policy, save_policy
@@ -91,6 +96,51 @@ def test_a_damaged_checkpoint_is_one_sentence(make_config: Make, tmp_path: Path)
         restore(layout, layout.config, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("failure", "told"), [(OSError(28, "No space left on device"), BadConfig), (ValueError("a defect"), ValueError)]
+)
+def test_only_what_befalls_files_is_called_a_full_disk(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch, failure: Exception, told: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data", fail)
+    layout = layout_of(make_config())
+    with pytest.raises(told):
+        save(Trainer(policy(), layout.config), layout)
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"), [(OSError(5, "Input/output error"), BadData), (ValueError("a defect"), ValueError)]
+)
+def test_only_what_befalls_files_is_called_damage(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Exception, told: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise failure
+
+    layout = layout_of(make_config())
+    save(Trainer(policy(), layout.config), layout)
+    monkeypatch.setattr("torch.distributed.checkpoint.HuggingFaceStorageReader.read_data", fail)
+    with pytest.raises(told):
+        restore(layout, layout.config, tmp_path)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_named_as_such(make_config: Make, tmp_path: Path) -> None:
+    layout = layout_of(make_config())
+    save(Trainer(policy(), layout.config), layout)
+    folder = tmp_path / "earlier"
+    layout.store.download("checkpoints/step-000000", folder)
+    shutil.rmtree(folder / "trainer" / "optimizer")
+    (folder / "trainer" / "optimizer.safetensors").write_bytes(b"")
+    layout.store.upload(folder, "checkpoints/step-000000")
+    with pytest.raises(
+        BadData, match="written by an earlier version.*start a new run from its policy by model.checkpoint"
+    ):
+        restore(layout, layout.config, tmp_path)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_costs_the_new_checkpoint_only(make_config: Make, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -112,3 +162,42 @@ def test_a_full_disk_costs_the_new_checkpoint_only(make_config: Make, tmp_path: 
         assert not [path for path in layout.scratch.iterdir() if path.name.startswith(".checkpoint-")]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_only_trouble_with_files_is_called_so(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed.checkpoint wraps whatever a rank raised; a defect must not be told as a full disk."""
+
+    def fails(self: HuggingFaceStorageWriter, *arguments: object) -> None:
+        raise MemoryError("as in a defect")
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails)
+    layout = layout_of(make_config())
+    with pytest.raises(MemoryError):
+        save(Trainer(policy(), layout.config), layout)
+
+
+def test_a_checkpoint_of_an_earlier_version_says_so(make_config: Make, tmp_path: Path) -> None:
+    layout = layout_of(make_config())
+    save(Trainer(policy(), layout.config), layout)
+    folder = layout.store.local("checkpoints/step-000000")
+    assert folder is not None
+    (folder / "trainer" / "optimizer.safetensors").write_bytes(b"moments by number")
+    (folder / "_digests.json").unlink()
+    layout.store.upload(folder, "checkpoints/step-000000")
+    with pytest.raises(BadData, match="written by an earlier version.* model.checkpoint"):
+        restore(layout, layout.config, tmp_path)
+
+
+def test_the_way_tokens_travel_is_chosen_once_a_run(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another way adds in another order; a repeated step is to come to the same bits."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = make_config(train={"ranks": 4, "expert_parallel": 2})
+    layout, ranks = layout_of(config), Ranks(0, 4)
+    monkeypatch.setattr(ranks, "spread", lambda content: content)
+    assert with_known_dispatch(config, layout, ranks).kernels.dispatch == "auto"
+    dispatcher = types.SimpleNamespace(name="hierarchical")
+    keep_dispatch(types.SimpleNamespace(dispatcher=dispatcher), config, layout, ranks)  # type: ignore[arg-type]
+    assert with_known_dispatch(config, layout, ranks).kernels.dispatch == "hierarchical"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert with_known_dispatch(config, layout, ranks).kernels.dispatch == "auto"
+    assert with_known_dispatch(make_config(), layout, Ranks()).kernels.dispatch == "auto"

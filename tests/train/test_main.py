@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from components.experience.deliveries import Target
 from components.experience.experience import Experience
 from components.experience.redis_server import RedisServer
 from components.role import Inputs, Role
+from components.train.catalogue import TrainerState
 from components.train.main import TrainingRole
 from components.weights.policy import checkpoint_tensors, save_policy
 from configs.failure import BadData
@@ -76,6 +78,25 @@ def trained(role: Role) -> TrainingRole:
     training.weights.publish(2, checkpoint_tensors(training.trainer.model))
     training._checkpoint()
     return training
+
+
+def test_the_loop_is_told_of_a_checkpoint_that_takes_long(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.train.occupation.BEAT_S", 0.01)
+    training = TrainingRole(role)
+    assert role.experience.occupation() == ""
+    training._publish()
+    told: list[str] = []
+
+    def store(state: TrainerState) -> str:
+        end = time.monotonic() + 20
+        while "checkpoint" not in role.experience.occupation() and time.monotonic() < end:
+            time.sleep(0.01)
+        told.append(role.experience.occupation())
+        return ""
+
+    monkeypatch.setattr(training.command, "checkpoint", store)
+    training._checkpoint()
+    assert told[0].startswith("storing checkpoint 0 since ")
 
 
 def test_a_redis_that_lost_everything_starts_from_the_checkpoint(role: Role) -> None:

@@ -13,9 +13,13 @@ from components.experience.group import Group, Sample, Span
 from components.rollout.torch_engine import TorchEngine
 from components.rollout.torch_policy import TorchPolicy
 from components.train.batch import collate
+from components.train.ranks import Ranks
+from components.train.ranks import Ranks
 from components.train.trainer import Trainer
 from components.weights.policy import checkpoint_tensors, new_policy
 from components.weights.store import digest_of, fingerprint
+from configs.failure import BadConfig
+from configs.failure import BadConfig
 from configs.run import ModelConfig, RunConfig, TrainConfig
 
 Make = Callable[..., RunConfig]
@@ -123,6 +127,32 @@ def test_staleness_is_counted_token_by_token() -> None:
     assert batch.column.tolist() == [2, 3, 4, 5, 6] * 2
 
 
+@pytest.mark.parametrize("rows", [[5, 0], [2], []])
+def test_a_part_of_a_batch_is_where_the_batch_is(rows: list[int]) -> None:
+    """Whatever device new tensors are made on by default, as it is the CPU's where the batch is on a GPU."""
+    groups = sampled(Trainer(policy(), RunConfig()), 4)
+    groups[0].samples[0].reward = 2.0
+    batch = collate(groups, TrainConfig(), 0)
+    assert batch is not None
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    with torch.device("meta"):
+        part = batch.select(chosen)
+    assert {each.device.type for each in part} == {"cpu"}
+    for expected, row in enumerate(rows):
+        of_row = part.row == expected
+        assert (
+            part.ids[expected][part.column[of_row]].tolist() == batch.ids[row][batch.column[batch.row == row]].tolist()
+        )
+
+
+def test_several_ranks_refuse_tied_embeddings() -> None:
+    tied = policy()
+    tied.config.tie_word_embeddings = True
+    config = RunConfig.model_validate({"train": {"ranks": 2}})
+    with pytest.raises(BadConfig, match="tie_word_embeddings"):
+        Trainer(tied, config, Ranks(0, 2))
+
+
 @pytest.mark.parametrize(("off_policy", "on_policy_at_first"), [("decoupled", True), ("behaviour", False)])
 def test_what_the_ratio_of_stale_tokens_is_taken_to(
     make_config: Make, off_policy: str, on_policy_at_first: bool
@@ -171,3 +201,11 @@ def test_replayed_routing_keeps_later_minibatches_on_the_experts_the_step_began_
 
     assert trained(1e-12, "step") == trained(1e-12, "none")
     assert trained(3e-2, "step") != trained(3e-2, "none")
+
+
+def test_tied_embeddings_are_refused_to_several_ranks(make_config: Make) -> None:
+    """Divided apart they would become two, and differ after one update."""
+    tied = policy()
+    tied.config.tie_word_embeddings = True
+    with pytest.raises(BadConfig, match="tie_word_embeddings.*train.ranks to 1"):
+        Trainer(tied, make_config(train={"ranks": 2}), Ranks(0, 2))
