@@ -18,7 +18,6 @@ import torch.distributed as dist
 from components.experience.group import Group
 from components.storage.layout import RunLayout
 from components.train import gathering
-from components.train import gathering
 from components.train.catalogue import TrainerState
 from components.train.checkpoint import restore, save_checkpoint
 from components.train.ranks import Ranks
@@ -77,8 +76,6 @@ def main() -> None:
     """Be one rank in every case that has it."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    # Shards are uneven, and ranks must all the same gather in the same parts.
-    gathering.MESSAGE_BYTES = 9000
     for case in msgspec.json.decode((folder / "cases.json").read_bytes(), type=list[Case]):
         if rank >= case.ranks:
             continue

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from components.storage.layout import RunLayout
 from components.train.catalogue import TrainerState, latest_checkpoint, prune_checkpoints
@@ -162,30 +161,6 @@ def test_a_full_disk_costs_the_new_checkpoint_only(make_config: Make, tmp_path: 
         assert not [path for path in layout.scratch.iterdir() if path.name.startswith(".checkpoint-")]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def test_only_trouble_with_files_is_called_so(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.distributed.checkpoint wraps whatever a rank raised; a defect must not be told as a full disk."""
-
-    def fails(self: HuggingFaceStorageWriter, *arguments: object) -> None:
-        raise MemoryError("as in a defect")
-
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails)
-    layout = layout_of(make_config())
-    with pytest.raises(MemoryError):
-        save(Trainer(policy(), layout.config), layout)
-
-
-def test_a_checkpoint_of_an_earlier_version_says_so(make_config: Make, tmp_path: Path) -> None:
-    layout = layout_of(make_config())
-    save(Trainer(policy(), layout.config), layout)
-    folder = layout.store.local("checkpoints/step-000000")
-    assert folder is not None
-    (folder / "trainer" / "optimizer.safetensors").write_bytes(b"moments by number")
-    (folder / "_digests.json").unlink()
-    layout.store.upload(folder, "checkpoints/step-000000")
-    with pytest.raises(BadData, match="written by an earlier version.* model.checkpoint"):
-        restore(layout, layout.config, tmp_path)
 
 
 def test_the_way_tokens_travel_is_chosen_once_a_run(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:

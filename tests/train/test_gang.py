@@ -34,7 +34,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_ranks_that_do_not_meet_are_one_sentence_and_leave_no_process(make_config: Make, nodes: None) -> None:
-    """Neither the second node nor, on this node, a rank that ends before: it is told to speak to a rank that is not."""
+    """The second node never comes."""
     config = make_config(train={"ranks": 2}, kubernetes={"ready_s": 2.0})
     with pytest.raises(ServiceGone, match="rank 0 did not meet the other 1 ranks of training within 2 s"):
         Gang(config, RunLayout(config), [])
@@ -127,8 +127,7 @@ def test_ranks_are_reached_by_either_kind_of_address(make_config: Make, address:
     assert meeting_point(address, first.port, config).get("key") == b"value"
 
 
-def test_a_meeting_takes_no_longer_than_its_limit(make_config: Make) -> None:
-    """As told; that it tries twice is the library's own."""
+def test_a_meeting_that_cannot_be_reached_is_one_sentence(make_config: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(ServiceGone, match=rf"rank 0 of training was not reached at 127.0.0.1:{port} within 2 s"):

@@ -14,11 +14,9 @@ from components.rollout.torch_engine import TorchEngine
 from components.rollout.torch_policy import TorchPolicy
 from components.train.batch import collate
 from components.train.ranks import Ranks
-from components.train.ranks import Ranks
 from components.train.trainer import Trainer
 from components.weights.policy import checkpoint_tensors, new_policy
 from components.weights.store import digest_of, fingerprint
-from configs.failure import BadConfig
 from configs.failure import BadConfig
 from configs.run import ModelConfig, RunConfig, TrainConfig
 
@@ -201,11 +199,3 @@ def test_replayed_routing_keeps_later_minibatches_on_the_experts_the_step_began_
 
     assert trained(1e-12, "step") == trained(1e-12, "none")
     assert trained(3e-2, "step") != trained(3e-2, "none")
-
-
-def test_tied_embeddings_are_refused_to_several_ranks(make_config: Make) -> None:
-    """Divided apart they would become two, and differ after one update."""
-    tied = policy()
-    tied.config.tie_word_embeddings = True
-    with pytest.raises(BadConfig, match="tie_word_embeddings.*train.ranks to 1"):
-        Trainer(tied, make_config(train={"ranks": 2}), Ranks(0, 2))
