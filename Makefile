@@ -34,7 +34,7 @@ run-ranks: .venv/.ready  ## the main job, trained by two ranks that share the ex
 	@$(BIN)/tandem run configs/runs/quickstart-ranks.yaml $(ARGS)
 
 test: .venv/.ready  ## all tests that need no cluster (ARGS="…" go to pytest)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-ranks: .venv/.ready  ## the tests of training by several processes (ARGS="…" go to pytest)
 	@$(BIN)/python -m pytest tests/ranks -v $(ARGS)

@@ -42,7 +42,7 @@ def _outline(path: Path) -> Outline:
     documents = read_ir(path)
     try:
         return Outline(documents)
-    except (AttributeError, KeyError, RecursionError, TypeError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         # A part is not of the kind that every compiled pipeline has there.
         raise BadConfig(f"{path}: is no compiled pipeline; write one with `tandem compile`") from None
 

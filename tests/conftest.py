@@ -22,7 +22,15 @@ from configs.run import RunConfig
 
 pytest_plugins = ["tests.cluster.plugin", "tests.storage.s3_server", "tests.tracking.mlflow_server"]
 
+LONG = ("tests/rl_loop/test_loop.py", "tests/pipelines/test_local.py")
+"""Files of minutes; begun last, they would be waited for by one process alone."""
+
 _numbers = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first, the rest in its order."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.fixture(scope="session")

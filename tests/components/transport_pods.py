@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from components.preflight.proof import PROOF_LABEL
 from tests.components.execution import ROOT
 
@@ -115,6 +117,9 @@ class LivePods:
         if self.others.pop(name, None) is None:
             for process in self.processes:
                 if process.poll() is None:
+                    # A pod ends with all its processes; torchrun, killed, would leave its ranks.
+                    for child in psutil.Process(process.pid).children(recursive=True):
+                        child.kill()
                     process.kill()
                 process.wait()
             self.body, self.processes = None, []

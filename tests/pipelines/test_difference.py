@@ -252,6 +252,15 @@ def test_a_part_of_another_kind_is_told(data: st.DataObject, tmp_path_factory: p
         assert told or {*UNTOLD, *TWICE} & set(place), place
 
 
+def test_settings_of_a_platform_that_are_text_are_told(tmp_path: Path) -> None:
+    def change(ir: list[Any]) -> None:
+        executors = ir[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+        executors[next(iter(executors))] = "text"
+
+    with pytest.raises(BadConfig, match="is no compiled pipeline"):
+        compared(change, tmp_path)
+
+
 def test_a_file_that_is_no_pipeline_is_told(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="is no compiled pipeline"):
         differences(POST_TRAINING, tmp_path / "none.yaml")

@@ -31,6 +31,7 @@ from components.weights.policy import checkpoint_tensors, new_policy, save_polic
 from components.weights.store import open_weights
 from configs.failure import Failure, ToldToLeave
 from configs.run import RunConfig
+from tests.cluster.api import wait_for
 
 TOKENS = 400
 TOKENIZER = character_tokenizer("0123456789+=")
@@ -158,6 +159,8 @@ def test_a_partial_of_an_older_version_is_continued_and_kept(make_site: Callable
     site.run(first, lambda: any(work.tokens > 200 for work in first.work.values()))
     begun = {work.ticket.group: work.samples() for work in first.work.values()}
     site.publish(1)
+    # Until broadcast has checked it, a worker that begins still gets the version before.
+    wait_for("version 1", 30, lambda: site.experience.target() == site.experience.announced())
     second = site.worker("rollout-2")
     site.run(second, lambda: site.experience.counters().get("generated", 0) >= 2)
     assert second.updates.proven == {1}
