@@ -170,7 +170,8 @@ def test_a_loop_that_stands_still_names_the_role(make_run: MakeRun) -> None:
     run = make_run(reward={"verifier": "tests.rl_loop.loop_run:stuck", "timeout_s": 600}, loop={"no_progress_s": 30})
     code, words = run.finish(run.start())
     assert code == 69
-    assert "no progress for 30 s: reward stopped" in words
+    # A loaded machine looks a little later.
+    assert re.search(r"no progress for [34]\d s: reward stopped", words)
     assert "generated groups wait for it" in words
 
 
