@@ -9,7 +9,7 @@ import torch
 
 from components.experience.group import Group
 from components.weights.policy import PAD
-from configs.run import TrainConfig
+from configs.train import TrainConfig
 
 
 class Batch(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from configs.run import TrainConfig
+from configs.train import TrainConfig
 
 
 class Surrogate(NamedTuple):

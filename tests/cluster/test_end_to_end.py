@@ -157,6 +157,12 @@ def site(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sit
     os.environ.update(earlier)
 
 
+def _events_of_a_balanced_run(layout: RunLayout) -> list[dict[str, Any]]:
+    audit = json.loads(layout.store.read("audit.json"))
+    assert audit["groups_issued"] == audit["groups_durable"] + audit["groups_dropped"] and not audit["findings"]
+    return [json.loads(line) for line in layout.store.read("events.jsonl").splitlines()]
+
+
 def test_a_run_survives_a_lost_rollout_pod_and_is_published(site: Site, figures: dict[str, Any]) -> None:
     """Submit, lose an engine on the way, finish: checkpoint in S3, audit balanced, evaluated, report readable."""
     started = time.monotonic()
@@ -171,9 +177,7 @@ def test_a_run_survives_a_lost_rollout_pod_and_is_published(site: Site, figures:
 
     layout = site.layout("whole")
     assert latest_checkpoint(layout) == "step-000040"
-    audit = json.loads(layout.store.read("audit.json"))
-    assert audit["groups_issued"] == audit["groups_durable"] + audit["groups_dropped"] and not audit["findings"]
-    events = [json.loads(line) for line in layout.store.read("events.jsonl").splitlines()]
+    events = _events_of_a_balanced_run(layout)
     assert any(event["event"] == "restart" and event["restarted"] == "rollout-0" for event in events)
     assert sum(event["event"] == "warm_start" for event in events)
     evaluated = read_marker(layout, "evaluate")
@@ -202,9 +206,7 @@ def test_a_gang_of_two_pods_shares_the_experts_and_survives_a_lost_rank(site: Si
 
     layout = site.layout("gang")
     assert latest_checkpoint(layout) == "step-000012"
-    audit = json.loads(layout.store.read("audit.json"))
-    assert audit["groups_issued"] == audit["groups_durable"] + audit["groups_dropped"] and not audit["findings"]
-    events = [json.loads(line) for line in layout.store.read("events.jsonl").splitlines()]
+    events = _events_of_a_balanced_run(layout)
     assert any(event["event"] == "restart" and event["restarted"].startswith("train") for event in events)
     steps = [event["metrics"] for event in events if event["event"] == "step"]
     assert all("train/moe/max_violation" in metrics for metrics in steps)

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from components.train.batch import advantages
 from components.train.objective import load_balance, surrogate
-from configs.run import TrainConfig
+from configs.train import TrainConfig
 
 FRESH, STALE = torch.tensor([False]), torch.tensor([True])
 

@@ -18,7 +18,8 @@ from components.train.trainer import Trainer
 from components.weights.policy import checkpoint_tensors, new_policy
 from components.weights.store import digest_of, fingerprint
 from configs.failure import BadConfig
-from configs.run import ModelConfig, RunConfig, TrainConfig
+from configs.run import ModelConfig, RunConfig
+from configs.train import TrainConfig
 
 Make = Callable[..., RunConfig]
 
